@@ -258,7 +258,8 @@ def wrapped_by_a_library(rank, level, first):
     model = net(rank)
     parallel = DistributedDataParallel(model) if first else None
     model, optimizer = initialized(level, model)
-    amp._amp_state.sessions()[-1].ddp_tracker.wrapped_first = first
+    if first:
+        amp._amp_state.sessions()[-1].ddp.allow_wrapped_first()
     parallel = parallel or DistributedDataParallel(model)
     loops.train(parallel, optimizer, data=(rank_batch(rank, step) for step in range(3)))
     return state(model, optimizer)

@@ -18,26 +18,26 @@ import enum
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from apex._core.op_table import AutocastSpec
+from apex._engine import events
 from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.backward import BackwardAutocast
 from apex._engine.masters import widen_grads
-from apex._engine.mistakes import BLOCK, BlockInspection, Mistake
+from apex._engine.optimizer.prepared import PreparedOptimizer, reachable, with_sharers
 from apex._engine.scaler import Scaler, ScaleUpdate
+from apex._engine.session import Session
 from apex._engine.stash import Stash
 from apex._torch import dtensor
 from apex._torch.copies import capturing, moved
 from apex._torch.dynamo import untraced
 from apex._torch.parameters import without_overrides
 
-if TYPE_CHECKING:
-    from apex._core.op_table import AutocastSpec
-    from apex._engine.optimizer.prepared import PreparedOptimizer
-    from apex._engine.session import Session
+BLOCK = "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n"
 
 
 class _State(enum.Enum):
@@ -58,16 +58,6 @@ class BackwardPass:
 
     The thread's op casts apply inside the block, as in apex. For the pass itself, see Note [Casts
     in a backward pass].
-
-    Attributes:
-        session: The session that scales the loss.
-        loss: The unscaled loss.
-        scaler: The loss's scale.
-        prepared_optimizers: The optimizers whose gradients the pass computes: those that the script
-            named, and those that share a parameter with one. A delayed pass forgets those whose
-            gradients are cleared.
-        scaled: Whether gradients are multiplied by a loss scale until the pass ends.
-        updates: Scale updates that arrived at its end; on a device, from earlier passes.
     """
 
     def __init__(
@@ -94,10 +84,15 @@ class BackwardPass:
         self.session = session
         self.loss = loss
         self.scaler = scaler
-        self.prepared_optimizers = session.with_sharers(named)
-        # A session with a scale may lend its optimizers to a loss without one, and the reverse.
+        # Those that the script named, and those that share a parameter with one. A delayed pass
+        # forgets those whose gradients are cleared.
+        self.prepared_optimizers = with_sharers(named)
+        # Whether gradients are multiplied by a loss scale until the pass ends. A session with a
+        # scale may be used with a loss of a session without one, and the reverse.
         self.scaled = not scaler.is_identity
+        # Scale updates that arrived at its end; on a device, from earlier passes.
         self.updates: Sequence[ScaleUpdate] = ()
+        # Gradients that ranks do not yet share stay scaled: later passes add to them.
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
         # The casts of Python code in the pass that mixes dtypes, if a session has some.
@@ -113,10 +108,11 @@ class BackwardPass:
         # Parameters that no optimizer steps, and their gradients from before the block.
         self._unowned: list[nn.Parameter] = []
         self._stash = Stash()
+        # The scale of this pass, which updates do not change, and its version.
         self._scale: Tensor | float = 1.0
         self._scale_version = 0
-        self._is_captured = False  # by a CUDA graph
-        self._inspection: BlockInspection | None = None
+        # Whether a CUDA graph captures the block: it may not be finished outside of the graph.
+        self._is_captured = False
 
     @untraced
     def __enter__(self) -> Any:
@@ -129,39 +125,40 @@ class BackwardPass:
         self._continue_or_finish_delayed()
         self._is_captured = capturing(self.loss.device)
         with without_overrides():
-            for prepared in self.prepared_optimizers:
-                prepared.create_missing_masters()
-                session = prepared.session
-                if session.shares_grads(prepared):
-                    session.ddp_tracker.share_masters(prepared)
-                else:
-                    # Gradients that ranks do not yet share stay scaled: later passes add to them.
-                    self._delay_unscale = True
+            self._share_masters()
             scaled_loss, self._scale = self.scaler.scale(self.loss)
         self._scale_version = self.scaler.version
-        lenders: list[PreparedOptimizer] = []
-        unowned: list[nn.Parameter] = []
-        if self.scaled and self.prepared_optimizers:  # else the loss is only scaled
-            lenders, unowned = self.session.others(self.prepared_optimizers)
-        if self.session.mistakes.blocks_left:
-            self.session.mistakes.blocks_left -= 1
-            if self.scaled:
-                borrowed = [*unowned]
-                for lender in lenders:
-                    borrowed += lender.trained_params()
-                self._inspection = BlockInspection(
-                    self.session, self.prepared_optimizers, borrowed, scaled_loss
-                )
+        for observer in events.block_begins:
+            observer(self, scaled_loss)
         self._state = _State.OPEN
         try:
             with without_overrides():
-                self._make_room(lenders, unowned)
+                self._make_room()
             if self._spec is not None:
                 self._autocast.enter_context(BackwardAutocast(self._spec))
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
         return scaled_loss
+
+    def _share_masters(self) -> None:
+        """Makes masters equal on all ranks, or delays where ranks do not share this pass."""
+        for prepared in self.prepared_optimizers:
+            prepared.create_missing_masters()
+            wrapped = prepared.session
+            if not wrapped.wrappers:
+                continue
+            trained = prepared.trained_params()
+            if wrapped.shares_grads(trained):
+                wrapped.share_masters(trained)
+            else:
+                self._delay_unscale = True
+
+    def borrowable(self) -> tuple[list[PreparedOptimizer], list[nn.Parameter]]:
+        """Returns the other optimizers, and parameters that none steps, that the pass may reach."""
+        if not self.scaled or not self.prepared_optimizers:  # the loss is only scaled
+            return [], []
+        return reachable(self.session, self.prepared_optimizers)
 
     def _continue_or_finish_delayed(self) -> None:
         """Unscales gradients that earlier passes left scaled, unless this pass continues them.
@@ -170,10 +167,10 @@ class BackwardPass:
         """
         for prepared in self.prepared_optimizers:
             delayed = prepared.unfinished_pass
-            if delayed is not None and prepared in delayed._lenders:
-                delayed.give_back(prepared)
+            if not isinstance(delayed, BackwardPass):
                 continue
-            if delayed is None:
+            if prepared in delayed._lenders:
+                delayed.give_back(prepared)
                 continue
             if delayed.is_open:
                 raise RuntimeError(
@@ -189,17 +186,13 @@ class BackwardPass:
             else:
                 delayed.finish()
 
-    def _make_room(self, lenders: Iterable[PreparedOptimizer], unowned: list[nn.Parameter]) -> None:
+    def _make_room(self) -> None:
         """Makes room for the gradients of all that the pass may reach."""
+        lenders, unowned = self.borrowable()
         for prepared in self.prepared_optimizers:
-            prepared.settle_overflow(takes=True)
-            prepared.make_room(scaled=self.scaled, continues=self._continued is not None)
-            prepared.unfinished_pass = self
-            prepared.had_block = True
+            prepared.begin_pass(self, continues=self._continued is not None)
         for lender in lenders:
-            lender.settle_overflow(takes=False)
-            lender.make_room(scaled=True)
-            lender.unfinished_pass = self
+            lender.lend_to(self)
             self._lenders.append(lender)
         self._stash.put_aside(unowned, self.session.reuses_grad)
         self._unowned = unowned
@@ -210,13 +203,13 @@ class BackwardPass:
 
         The same for lenders that share parameters with it.
         """
-        sharing = self.session.with_sharers([lender])
+        sharing = with_sharers([lender])
         lenders = [prepared for prepared in sharing if prepared in self._lenders]
         with without_overrides():
             overflow = self._unscale_borrowed(_grads_of(lenders))
             for prepared in lenders:
                 self._lenders.remove(prepared)
-                prepared.unfinished_pass = None
+                prepared.end_pass()
                 prepared.give_back()
                 if overflow is not None:
                     prepared.add_overflow_of_others(overflow)
@@ -262,6 +255,11 @@ class BackwardPass:
         return self._state is _State.OPEN
 
     @property
+    def continues_delayed(self) -> bool:
+        """Whether the pass adds to scaled gradients of a delayed one."""
+        return self._continued is not None and self.scaled
+
+    @property
     def failed(self) -> bool:
         """Whether an exception ended the block."""
         return self._state is _State.FAILED
@@ -275,22 +273,22 @@ class BackwardPass:
     ) -> None:
         """Unscales the gradients; after an exception, restores the earlier ones."""
         self._autocast.close()
-        if self._inspection is not None:
-            self._inspection.end()
+        for observer in events.pass_ends:
+            observer(self)
         if error is not None:
             self._abort()
-            return
-        self._end_loans()
-        if not self._delay_unscale:
-            self.finish()
-        elif self._state is _State.OPEN:  # else a step inside the block has unscaled them
-            self._state = _State.DELAYED
-        if self._inspection is not None:
-            self.session.mistakes.warn(self._inspection.found)
+        else:
+            self._end_loans()
+            if not self._delay_unscale:
+                self._finish()
+            elif self._state is _State.OPEN:  # else a step inside the block has unscaled them
+                self._state = _State.DELAYED
+        for observer in events.block_ends:
+            observer(self)
 
     def forget(self, prepared: PreparedOptimizer) -> None:
         """Ends the pass for an optimizer whose gradients were cleared after a delayed block."""
-        prepared.unfinished_pass = None
+        prepared.end_pass()
         self.prepared_optimizers.remove(prepared)
 
     def finish_for(self, prepared: PreparedOptimizer) -> None:
@@ -301,7 +299,13 @@ class BackwardPass:
             self.finish()
 
     def finish(self) -> None:
-        """Unscales the gradients and updates the scale, once."""
+        """Unscales the gradients and updates the scale, once; also in a step inside the block."""
+        if self._state is _State.OPEN:
+            for observer in events.pass_ends:
+                observer(self)
+        self._finish()
+
+    def _finish(self) -> None:
         if self._state not in (_State.OPEN, _State.DELAYED):
             return
         captures = capturing(self.loss.device)
@@ -311,8 +315,6 @@ class BackwardPass:
                 "not the last block of the step: the gradients of later replays would stay scaled. "
                 "Capture the last block, too, without delay_unscale."
             )
-        if self._inspection is not None:  # in a step inside the block
-            self._inspection.end()
         self._state = _State.DONE
         if not self.prepared_optimizers:
             return
@@ -327,21 +329,20 @@ class BackwardPass:
             raise
         finally:
             for prepared in self.prepared_optimizers:
-                prepared.unfinished_pass = None
+                prepared.end_pass()
         if not self._delay_overflow_check:
             self._notify()
 
     def _unscale(self) -> None:
         scaler = self.scaler
-        if scaler.dynamic and not scaler.unchecked:
+        if scaler.dynamic and not scaler.awaiting_update:
             scaler.found_inf.zero_()
         if self.scaled:
             unscale_grads(self.prepared_optimizers, scaler, self._scale)
         for prepared in self.prepared_optimizers:
             prepared.give_back()
         if scaler.dynamic:
-            for prepared in self.prepared_optimizers:
-                scaler.unchecked[prepared.overflow] = None
+            scaler.await_update(prepared.overflow for prepared in self.prepared_optimizers)
         if not self._delay_overflow_check:
             self.updates = scaler.end_pass(len(self.prepared_optimizers))
 
@@ -354,10 +355,8 @@ class BackwardPass:
         if self._continued is None:
             self._restore_grads()
         for prepared in self.prepared_optimizers:
-            prepared.unfinished_pass = self._continued
+            prepared.end_pass(self._continued)
         self._notify()
-        if self._continued is not None and self.scaled:
-            self.session.mistakes.warn(Mistake.FAILED_AFTER_DELAYED)
 
     def _restore_grads(self) -> None:
         """Drops the gradients of a pass that failed, and returns those from before."""
@@ -369,10 +368,9 @@ class BackwardPass:
             prepared.give_back()
 
     def _notify(self) -> None:
-        """Reports overflows, and calls the listeners of the optimizers."""
-        for update in self.updates:
-            if update.overflow:
-                self.session.report_overflow(self, update)
+        """Tells that the scale is updated, or that the pass has failed."""
+        for observer in events.scale_updated:
+            observer(self)
         for prepared in self.prepared_optimizers:
             for listener in [*prepared.listeners]:  # which may remove itself
                 listener(self, prepared)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from apex._core.foreach import norms
+from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._torch import dtensor, parameters
 from apex._torch.copies import moved
 from apex._torch.dynamo import untraced
 from apex._torch.foreach import group
-
-if TYPE_CHECKING:
-    from apex._engine.optimizer.prepared import PreparedOptimizer
 
 
 @untraced

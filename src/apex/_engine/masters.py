@@ -30,7 +30,7 @@ import enum
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +42,6 @@ from apex._torch import dtensor, foreach, parameters, processes, ranks
 from apex._torch.dynamo import untraced
 from apex._torch.modules import named_parameters
 from apex._torch.parameters import grad_of, set_grad, without_overrides
-
-if TYPE_CHECKING:
-    from apex._engine.lost_writes import WeightWatch
 
 _WRITTEN = -1
 """A version that no tensor has, so the master counts as written."""
@@ -284,6 +281,12 @@ def mark_trained(pairs: Iterable[MasterPair]) -> None:
         pair.state = trained
 
 
+def mark_exact(pairs: Iterable[MasterPair]) -> None:
+    """Records that masters were loaded or sent: their low bits are valid."""
+    for pair in pairs:
+        pair.state = MasterState.EXACT
+
+
 @untraced
 def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool = False) -> bool:
     """Copies written model parameters to their masters, except to masters written as well.
@@ -469,16 +472,13 @@ class MasterTable:
 
     Attributes:
         exact: The fp32 values of tensors without a master, from before they were rounded.
-        steps: Steps of the session's optimizers.
-        watches: Comparisons of weights with their masters, by optimizer, until its next step.
     """
 
     def __init__(self) -> None:
         """Starts without masters."""
-        self.watches: MutableMapping[object, WeightWatch] = weakref.WeakKeyDictionary()
         self.exact: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
-        self.steps = 0
-        # Each model's value of ``steps`` at its last forward pass.
+        self._steps = 0  # of the session's optimizers
+        # Each model's value of ``_steps`` at its last forward pass.
         self._steps_seen = weakref.WeakKeyDictionary[nn.Module, int]()
         self._by_param = weakref.WeakValueDictionary[int, MasterPair]()
         # Fp32 copies of other 16-bit tensors in the pickles that are being made.
@@ -535,6 +535,11 @@ class MasterTable:
             return tensor
         return rounding.exact_value(tensor, [self.exact_value(tensor)])
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no masters."""
+        return not self._by_param
+
     def pairs(self) -> list[MasterPair]:
         """Returns every pair, in the order in which they were made."""
         return [*self._by_param.values()]
@@ -576,9 +581,10 @@ class MasterTable:
             pairs = [pair for pair in known if pair is not None]
             self._by_model[model] = pairs
         update_model_from_masters(pairs)
-        if self.watches:
-            for watch in self.watches.values():
-                watch.look()
+
+    def note_step(self) -> None:
+        """Records a step of one of the session's optimizers."""
+        self._steps += 1
 
     @torch.no_grad()
     def set_exact_values(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -591,7 +597,7 @@ class MasterTable:
             pair = self.pair_of(param)
             if pair is not None:
                 pair.master.copy_(value)
-                pair.state = MasterState.EXACT
+                mark_exact([pair])
                 mark_synced([pair])
                 increment_version(param)
             elif param in self.exact:
@@ -608,8 +614,8 @@ class MasterTable:
             RuntimeError: Under DistributedDataParallel, if gradients are fp32 since the last step.
         """
         pairs = self._by_model[model]
-        is_new_step = self._steps_seen.get(model, 0) != self.steps
-        self._steps_seen[model] = self.steps
+        is_new_step = self._steps_seen.get(model, 0) != self._steps
+        self._steps_seen[model] = self._steps
         if under_ddp and is_new_step:
             narrow_grads(pairs)
         elif under_ddp:

@@ -11,38 +11,48 @@ from apex._core import dtypes
 from apex._core.param_groups import dtypes_of, match_states
 from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.conversion import casts, checks
+from apex._engine.conversion.state import state_of
 from apex._engine.optimizer import subclass
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._torch import parameters
 
 
-def make_plain(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+def make_plain(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
     """Turns converted models and prepared optimizers back into plain fp32 objects.
 
     The optimizers keep their state and step the models' own parameters, which get the masters'
-    values. Gradients that overflowed are dropped, with a warning.
+    values. Returns whether gradients that overflowed were dropped.
     """
     end_stale_casts()
     checks.refuse_inference_mode("amp.restore")
     old_dtypes = dtypes_of(optimizers)
     prepared_optimizers: list[PreparedOptimizer] = []
     masters: dict[int, Tensor] = {}
+    drops_grads = False
     for optimizer in optimizers:
         prepared = subclass.prepared_state(optimizer)
         if prepared is None:
             continue
         prepared_optimizers.append(prepared)
         prepared.update_masters_with_grads()
-        prepared.drop_overflowed()
+        drops_grads |= prepared.drop_overflowed()
         for pair in prepared.pairs:
             masters[id(pair.model)] = pair.master
+    sessions = {prepared.session for prepared in prepared_optimizers}
     for model in models:
+        state = state_of(model)
+        if state is not None:
+            sessions.add(state.session)
         casts.restore(model, masters)
     for prepared in prepared_optimizers:
         _make_optimizer_plain(prepared)
         for user in (prepared, *models):
             prepared.masters.release(user)
     match_states(optimizers, old_dtypes)
+    for session in sessions:
+        if not session.models:
+            session.close()
+    return drops_grads
 
 
 def _make_optimizer_plain(prepared: PreparedOptimizer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
@@ -145,8 +145,8 @@ class Scaler:
         found_inf: Whether the present pass overflowed, 0-d fp32.
         rule: The rule of a dynamic scale; changes by :meth:`set_rule`.
         loss_id: Index of the loss in its session, as reports name it.
-        unchecked: Flags of the optimizers of passes from which the scale is not updated yet, as
-            the keys of a dict. The next pass adds to ``found_inf``. They are raised when a block
+        awaiting_update: Flags of the optimizers of passes from which the scale is not updated yet,
+            as the keys of a dict. The next pass adds to ``found_inf``. They are raised when a block
             updates the scale, and not when a script does.
         version: Changes with the scale.
         own_update: A script's replacement for a dynamic scale's update. It reads and sets flag,
@@ -166,7 +166,7 @@ class Scaler:
         self.move_to(self._scale_and_flag.device)  # makes the views of it
         self.rule = rule
         self.loss_id = 0
-        self.unchecked: dict[OverflowFlag, None] = {}
+        self.awaiting_update: dict[OverflowFlag, None] = {}
         self.version = 0
         self.own_update: Callable[[], object] | None = None
         # All steps, which a static scale reports in place of clean ones.
@@ -208,6 +208,10 @@ class Scaler:
         if values and scale != 1.0:
             inverse = 1.0 / float(scale)  # sync: none, it is a number
             foreach.unscale_(values, inverse)
+
+    def await_update(self, flags: Iterable[OverflowFlag]) -> None:
+        """Raises flags as well, if the next update finds an overflow."""
+        self.awaiting_update.update(dict.fromkeys(flags))
 
     def end_pass(self, optimizers: int) -> Sequence[ScaleUpdate]:
         """Ends a block that updates the scale, of this number of optimizers.
@@ -305,8 +309,8 @@ class DynamicScaler(Scaler):
 
     def end_pass(self, optimizers: int) -> Sequence[ScaleUpdate]:
         """Also raises the optimizers' flags, and starts to copy scale and flag to the host."""
-        flags = self.unchecked
-        self.unchecked = {}
+        flags = self.awaiting_update
+        self.awaiting_update = {}
         if self.own_update is None:
             self.update()
         else:
@@ -339,7 +343,7 @@ class DynamicScaler(Scaler):
             rule.growth_interval,
         )
         self.loss_scale.clamp_(rule.least, rule.greatest)
-        self.unchecked = {}
+        self.awaiting_update = {}
         self.version += 1
 
     def read_scale(self) -> float:

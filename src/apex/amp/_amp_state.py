@@ -1,13 +1,13 @@
-"""Process-wide state: the live sessions, and apex's ``_amp_state`` object."""
+"""apex's ``_amp_state`` object: the latest options, and the sessions in use."""
 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
 from apex._engine.autocast.user_functions import UserRegistry
+from apex._engine.optimizer.prepared import optimizers_of
 from apex._engine.session import Session
 from apex._torch import ranks
 from apex.amp.optimizers import master_params as master_params  # scripts import it from here
@@ -16,7 +16,7 @@ from apex.amp.scaler import LossScaler
 
 
 class AmpState:
-    """State that amp keeps between calls: the live sessions and the latest options.
+    """State that amp keeps between calls: the latest options, and the handle of ``amp.init``.
 
     Scripts read and set parts of it through ``amp._amp_state``.
 
@@ -29,10 +29,12 @@ class AmpState:
         min_loss_scale: Argument of the latest ``initialize``; each scaler has its own.
         max_loss_scale: Argument of the latest ``initialize``; each scaler has its own.
         functions: Functions that the user registered for casting.
-        options: The options of each session of ``initialize``.
     """
 
     opt_properties: Properties
+
+    handle: Any
+    """apex's handle, which :mod:`apex.amp.handle` defines."""
 
     def __init__(self) -> None:
         self.verbosity = 1
@@ -41,42 +43,30 @@ class AmpState:
         self.min_loss_scale: float | None = None
         self.max_loss_scale = 2.0**24
         self.functions = UserRegistry()
-        self.options = weakref.WeakKeyDictionary[Session, Properties]()
-        self._sessions = weakref.WeakKeyDictionary[Session, None]()
         self._init_handle: Any = None
 
     # -- sessions ----------------------------------------------------------------------------
 
-    def add(self, session: Session) -> None:
-        """Makes ``session`` current."""
-        self._sessions[session] = None
-
-    def discard(self, session: Session) -> None:
-        """Removes ``session``."""
-        self._sessions.pop(session, None)
-
-    def end_unused(self) -> None:
-        """Ends sessions of ``initialize``: casts with the last model, the rest with all optimizers.
-
-        Other references may keep them: tracebacks hold the frames of a forward or a step that
-        failed, and other threads those that run.
-        """
-        for session in self.sessions():
-            if session in self.options and not session.models:
-                session.close()
-                if not session.prepared_optimizers:
-                    self.discard(session)
-
     def sessions(self) -> list[Session]:
-        """Returns the live sessions, oldest first."""
-        # A list, which another thread's ``initialize`` does not change.
-        sessions = [ref() for ref in self._sessions.keyrefs()]
-        return [session for session in sessions if session is not None]
+        """Returns the sessions in use, oldest first.
+
+        One of ``initialize`` is in use while it has models or optimizers, one of ``init`` while it
+        casts. Others may still be referred to: tracebacks hold the frames of a forward that failed.
+        """
+        in_use: list[Session] = []
+        for session in [*Session.live]:
+            if session.made_by == "initialize":
+                is_used = bool(session.models or optimizers_of(session))
+            else:
+                is_used = session.made_by == "init" and session.spec is not None
+            if is_used:
+                in_use.append(session)
+        return in_use
 
     def current(self) -> Session | None:
         """Returns the newest session of ``initialize``, or else of ``init``, if any."""
         sessions = self.sessions()
-        sessions = [session for session in sessions if session in self.options] or sessions
+        sessions = [each for each in sessions if each.made_by == "initialize"] or sessions
         return sessions[-1] if sessions else None
 
     @property
@@ -88,6 +78,11 @@ class AmpState:
     def enabled(self) -> bool:
         """Whether the latest ``initialize`` or ``init`` enabled amp; True before the first."""
         return not self.initialized or bool(self.opt_properties.enabled)
+
+    @property
+    def init_handle(self) -> Any:
+        """The handle of the latest ``amp.init``, if any."""
+        return self._init_handle
 
     def hold_handle(self, handle: Any) -> None:
         """Keeps the handle of ``amp.init`` and its session, and deactivates an earlier one."""
@@ -111,13 +106,6 @@ class AmpState:
         if session is None:
             raise RuntimeError("amp._amp_state.loss_scalers was set before amp.initialize.")
         session.scalers[:] = [scaler._scaler for scaler in scalers]
-
-    @property
-    def handle(self) -> Any:
-        """apex's handle: the one of ``amp.init``, or a view of the current session."""
-        from apex.amp.handle import handle_of
-
-        return self._init_handle or handle_of(self.current())
 
 
 _amp_state = AmpState()

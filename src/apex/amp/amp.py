@@ -123,7 +123,7 @@ def init(
     if enabled:
         for session in _amp_state.sessions():
             if session.policy.param_dtype is torch.float16:
-                started.cast_in(session.models)
-    if all(session not in _amp_state.options for session in _amp_state.sessions()):
+                session.cast_by(started)
+    if all(session.made_by == "init" for session in _amp_state.sessions()):
         _amp_state.opt_properties = Properties({"enabled": enabled})
     return handle

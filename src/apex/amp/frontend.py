@@ -17,6 +17,7 @@ from apex._core.undo import Undo
 from apex._engine.conversion.plan import ModelPlan
 from apex._engine.conversion.state import is_converted
 from apex._engine.optimizer.subclass import prepared_state
+from apex._engine.prepare import prepare
 from apex._engine.restore import make_plain
 from apex._engine.scaler import Scaler
 from apex.amp import _initialize, inputs, report, scaler_states
@@ -214,18 +215,17 @@ def initialize(
         models=model_list,
         num_losses=integer("num_losses", num_losses, least=1 if optimizer_list else 0),
         keep_fp32=flag("keep_fp32_values", keep_fp32_values),
+        made_by="initialize",
+        options=properties,
     )
     _amp_state.verbosity = verbosity
     report.start_up(defaults, properties)
     with Undo() as undo:
-        made.prepare(model_list, optimizer_list, plan, undo)
-        undo.callback(_amp_state.discard, made)
-        _amp_state.add(made)
-        _amp_state.options[made] = properties
-        _amp_state.opt_properties = properties
-        _amp_state.min_loss_scale = min_loss_scale
-        _amp_state.max_loss_scale = max_loss_scale
+        prepare(made, model_list, optimizer_list, plan, undo)
         undo.pop_all()
+    _amp_state.opt_properties = properties
+    _amp_state.min_loss_scale = min_loss_scale
+    _amp_state.max_loss_scale = max_loss_scale
     return models if optimizers is None else (models, optimizers)
 
 
@@ -262,8 +262,15 @@ def restore(models: Any, optimizers: Any = None) -> Any:
     parts = [part for model in model_list for part in model.modules()]
     if any(map(is_converted, parts)) or any(map(prepared_state, optimizer_list)):
         inputs.check_prepared(model_list, optimizer_list)
-        make_plain([*filter(is_converted, model_list)], optimizer_list)
-        _amp_state.end_unused()
+        drops_grads = make_plain([*filter(is_converted, model_list)], optimizer_list)
+        if drops_grads:
+            warnings.warn(
+                "amp.restore was called between an overflow and the step that amp would have "
+                "skipped. It dropped the gradients, which hold inf or NaN: the next "
+                "optimizer.step() changes nothing. To train on, compute them anew: "
+                "loss.backward()",
+                stacklevel=2,
+            )
     return models if optimizers is None else (models, optimizers)
 
 

@@ -15,12 +15,12 @@ from apex._engine.autocast.region import AmbientRegion, casts_off
 from apex._engine.autocast.weights import shared
 from apex._engine.backward import BackwardPass
 from apex._engine.optimizer.prepared import PreparedOptimizer
-from apex._engine.optimizer.subclass import prepared_state
+from apex._engine.optimizer.subclass import prepare_optimizer, prepared_state
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.session import Session
 from apex._torch.dynamo import untraced, untraced_frame
 from apex.amp import report
-from apex.amp._amp_state import _amp_state
+from apex.amp._amp_state import AmpState, _amp_state
 from apex.amp.optimizers import unwrap, unwrapped
 from apex.amp.scaler import LossScaler as LossScaler  # scripts import it from here
 from apex.amp.scaler import own_update
@@ -182,7 +182,7 @@ class AmpHandle:
         unwrapped_optimizer = unwrap(optimizer)
         if self._session is not None and prepared_state(unwrapped_optimizer) is None:
             with Undo() as undo:
-                self._session.prepare_optimizer(unwrapped_optimizer, undo)
+                prepare_optimizer(self._session, unwrapped_optimizer, undo)
                 undo.pop_all()
         return prepared_state(unwrapped_optimizer)
 
@@ -191,12 +191,9 @@ class AmpHandle:
         return OptimWrapper(optimizer, self, num_loss)
 
     def _deactivate(self) -> None:
-        """Ends the casts, and the session's place in ``amp.state_dict()`` if it is of ``init``."""
-        if self._session is None:
-            return
-        self._session.close()
-        if self._session not in _amp_state.options:
-            _amp_state.discard(self._session)
+        """Ends the casts, and the place of a session of ``init`` in ``amp.state_dict()``."""
+        if self._session is not None:
+            self._session.close()
 
     _disable_casts = staticmethod(casts_off)
 
@@ -270,6 +267,9 @@ def handle_of(session: Session | None) -> AmpHandle:
     return AmpHandle(session=session)
 
 
+AmpState.handle = property(lambda self: self.init_handle or handle_of(self.current()))
+
+
 def session_of(
     prepared_optimizers: Sequence[PreparedOptimizer | None], *, caller: str
 ) -> Session | None:
@@ -280,7 +280,7 @@ def session_of(
     """
     session = _newest(prepared_optimizers)
     if session is not None:
-        options = _amp_state.options.get(session)
+        options = session.options
         is_on = options is None or options.options["enabled"]  # which scripts may unset
         return session if is_on else None
     if any(prepared_optimizers) or _amp_state.enabled:

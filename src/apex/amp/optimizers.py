@@ -12,12 +12,10 @@ from torch.optim import Optimizer
 
 from apex._core.arguments import kind
 from apex._core.param_groups import is_from
-from apex._engine import masters
+from apex._engine import events, masters
 from apex._engine.masters import MasterPair
-from apex._engine.mistakes import Mistake
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.optimizer.subclass import AmpOptimizer, prepared_state
-from apex._torch.autograd import backward_id
 
 _HELD_AS = ("optim", "_optimizer", "optimizer", "base")
 """Attributes in which wrappers hold their optimizer; the last one is schedulefree's."""
@@ -87,27 +85,12 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     inner = _inside(optimizer)
     prepared = None if inner is None else prepared_state(inner)
     if prepared is not None:
-        _warn_of_scaled_grads(prepared, sys._getframe(1).f_code.co_filename)
+        for observer in events.masters_read:
+            observer(prepared, sys._getframe(1).f_code.co_filename)
         prepared.update_masters()
         masters.widen_grads(prepared.pairs)
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _warn_of_scaled_grads(prepared: PreparedOptimizer, consumer: str) -> None:
-    """Warns if masters' gradients are read before the model's gradients are unscaled.
-
-    ``consumer`` is the file of the code that iterates over the masters.
-    """
-    opened = prepared.unfinished_pass
-    mistakes = prepared.session.mistakes
-    # While a pass runs, hooks may ask for the masters, for instance to step them.
-    if opened is None or not opened.scaled or backward_id() != -1:
-        return
-    if opened.is_open and prepared.pairs:
-        mistakes.warn(Mistake.CLIPPED_INSIDE)
-    elif not opened.is_open and consumer == nn.utils.clip_grad.__file__:
-        mistakes.warn(Mistake.CLIPPED_DELAYED)
 
 
 class AmpStash:

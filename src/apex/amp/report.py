@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core.param_groups import params_of
+from apex._engine import events
 from apex._engine.backward import BackwardPass
 from apex._engine.masters import pair_of_master
-from apex._engine.scaler import ScaleUpdate
+from apex._engine.optimizer.prepared import optimizers_of
 from apex._engine.session import Session
 from apex._torch import dtensor, ranks
 from apex.amp._amp_state import maybe_print
@@ -62,23 +63,29 @@ def _lines(properties: Properties) -> list[str]:
     return [f"{name:26} : {value}" for name, value in options if name != _UNREPORTED]
 
 
-def overflow(ended: BackwardPass, update: ScaleUpdate) -> None:
-    """Reports an overflow with one line per optimizer; warns after 50 consecutive skips."""
+def overflow(ended: BackwardPass) -> None:
+    """Reports overflows with one line per optimizer; warns after 50 consecutive skips."""
     loss_id = ended.scaler.loss_id
-    for _ in range(update.optimizers):
-        maybe_print(
-            f"Gradient overflow.  Skipping step, loss scaler {loss_id} "
-            f"reducing loss scale to {update.loss_scale}",
-            rank0=True,
-        )
-    if update.skipped_in_row == SKIPS_BEFORE_WARNING:
-        warnings.warn(
-            f"amp has skipped {update.skipped_in_row} steps in a row for loss {loss_id}; "
-            f"its scale is down to {update.loss_scale:g} and the model is not training. "
-            f"{_summary(ended.session)} No scale mends a NaN; an inf exceeds the range at any "
-            f"scale. {_TRACE}; a bf16 level ('O4', 'O5') has fp32's range.",
-            stacklevel=6,
-        )
+    for update in ended.updates:
+        if not update.overflow:
+            continue
+        for _ in range(update.optimizers):
+            maybe_print(
+                f"Gradient overflow.  Skipping step, loss scaler {loss_id} "
+                f"reducing loss scale to {update.loss_scale}",
+                rank0=True,
+            )
+        if update.skipped_in_row == SKIPS_BEFORE_WARNING:
+            warnings.warn(
+                f"amp has skipped {update.skipped_in_row} steps in a row for loss {loss_id}; "
+                f"its scale is down to {update.loss_scale:g} and the model is not training. "
+                f"{_summary(ended.session)} No scale mends a NaN; an inf exceeds the range at any "
+                f"scale. {_TRACE}; a bf16 level ('O4', 'O5') has fp32's range.",
+                stacklevel=6,
+            )
+
+
+events.scale_updated.append(overflow)
 
 
 def nonfinite_loss(session: Session, loss_id: int, loss: Tensor) -> None:
@@ -170,7 +177,7 @@ def count(tensor: Tensor) -> tuple[int, int, int]:
 def _summary(session: Session) -> str:
     """Returns a sentence that names the first nonfinite gradients. Waits for the device."""
     names: list[str] = []
-    for prepared in session.prepared_optimizers:
+    for prepared in optimizers_of(session):
         names += map(str, nonfinite_gradients(prepared.optimizer, session.models))
     if not names:
         return "No gradient holds inf or NaN now: they were cleared, or another rank overflowed."

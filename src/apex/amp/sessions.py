@@ -12,11 +12,12 @@ from apex._core.op_table import AutocastSpec, OpTable
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine.autocast.region import AutocastRegion
-from apex._engine.session import Session
+from apex._engine.prepare import begin
+from apex._engine.session import Maker, Session
 from apex._torch.devices import device_types, emulation
-from apex.amp import lists, report
+from apex.amp import lists
 from apex.amp._amp_state import _amp_state
-from apex.amp.properties import as_loss_scale, level_defaults, to_policy
+from apex.amp.properties import Properties, as_loss_scale, level_defaults, to_policy
 
 
 def new_session(
@@ -26,6 +27,8 @@ def new_session(
     models: Sequence[nn.Module] = (),
     num_losses: int = 1,
     keep_fp32: bool = False,
+    made_by: Maker,
+    options: Properties | None = None,
     table: OpTable | None = None,
 ) -> Session:
     """Returns a session that is not started; ``amp.lists`` gives its op table by default."""
@@ -40,8 +43,9 @@ def new_session(
         rule=rule,
         spec=spec,
         functions=_amp_state.functions,
-        report_overflow=report.overflow,
         keep_fp32=keep_fp32,
+        made_by=made_by,
+        options=options,
     )
 
 
@@ -57,12 +61,13 @@ def start_init_session(
     table = lists.op_table(dtype)
     if allow_banned:
         table = table.without_bans()
-    session = new_session(to_policy(properties), ScaleRule(max_scale=2.0**24), table=table)
+    session = new_session(
+        to_policy(properties), ScaleRule(max_scale=2.0**24), made_by="init", table=table
+    )
     _amp_state.functions.listed.append((torch.Tensor, "cpu", "float"))
-    session.start()
+    begin(session)
     if isinstance(session.region, AutocastRegion):
         session.region.cast_all()  # it has no models, in whose forward passes torch's share casts
-    _amp_state.add(session)
     return session
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from apex._core import dtypes
 from apex._core.scale import ScaleRule
 from apex._engine.conversion.state import state_of
+from apex._engine.prepare import prepare
 from apex._torch import ranks
 from apex._torch.modules import named_parameters
 from apex.amp import frontend, inputs
@@ -274,10 +275,10 @@ class _Trials:
         """Prepares a model in a session that affects no other model, and runs it."""
         plan = frontend._plan(self._policy, fp32_modules=tuple(fp32))
         inputs.check_models([model], plan)
-        session = new_session(self._policy, ScaleRule(), models=[model])
+        session = new_session(self._policy, ScaleRule(), models=[model], made_by="suggest")
         try:
             with ExitStack() as undo:
-                session.prepare([model], [], plan, undo)
+                prepare(session, [model], [], plan, undo)
                 undo.pop_all()
             if trace:
                 self.trace = RoundingTrace(model)

@@ -327,7 +327,7 @@ class Trace:
             for module in model.modules():
                 state = state_of(module)
                 if state is not None:
-                    return state.link.session.policy.opt_level
+                    return state.session.policy.opt_level
         if self._tracker.autocasts:
             return "autocast"
         return "plain"

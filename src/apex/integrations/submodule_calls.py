@@ -39,13 +39,11 @@ class SubmoduleCalls(Region):
         """
         self._model: Any = weakref.ref(model)
         self._state = state
-        # Runs the model's own forward.
-        self._region = state.region
         # Number of running calls of the model and its children; only the outermost casts.
         self._depth = 0
         # Hooks to remove at the end.
         self._handles: list[RemovableHandle] = []
-        state.region = self
+        state.run_in(self)
         if wrapped:
             self._handles.append(model.register_forward_pre_hook(self._note_wrapper))
         for child in _callable_children(model):
@@ -65,7 +63,7 @@ class SubmoduleCalls(Region):
         """Runs the model's own forward, in which children do not cast, while dynamo traces it."""
         self._depth += 1
         try:
-            return self._region.run_traced(fn, args, kwargs)
+            return self._state.session.region.run_traced(fn, args, kwargs)
         finally:
             self._depth -= 1
 
@@ -73,22 +71,22 @@ class SubmoduleCalls(Region):
         """Enters the region for a call of the model's own forward, until ``until`` closes."""
         self._depth += 1
         until.callback(self._leave)
-        self._region.enter(until, args, kwargs)
+        self._state.session.region.enter(until, args, kwargs)
 
     def share_casts(self, until: ExitStack, model: nn.Module) -> None:
         """Shares casts of weights in the model's own forward."""
-        self._region.share_casts(until, model)
+        self._state.session.region.share_casts(until, model)
 
     def await_backward(self, output: Any) -> None:
         """Keeps shared casts until the backward pass of the forward's output."""
-        self._region.await_backward(output)
+        self._state.session.region.await_backward(output)
 
     def _leave(self) -> None:
         self._depth -= 1
 
     def remove(self) -> None:
         """Removes the hooks."""
-        self._state.region = self._region
+        self._state.run_in(None)
         for handle in self._handles:
             handle.remove()
 

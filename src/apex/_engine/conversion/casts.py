@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 
 from torch import Tensor, nn
 
 from apex._core import dtypes
 from apex._core.mixins import plain_class, swap_class
+from apex._core.param_groups import is_trained
 from apex._core.rounding import exact_value
 from apex._core.undo import Undo
+from apex._engine import events
 from apex._engine.conversion.copies import PlainCopies
 from apex._engine.conversion.plan import modules_in_fp32, planned_dtypes
-from apex._engine.conversion.state import STATE, ModelState, state_of
+from apex._engine.conversion.state import ModelState, state_of
+from apex._engine.session import STATE, Session
 from apex._torch.modules import flatten_rnns, named_tensors
 from apex._torch.parameters import set_in_place
 
@@ -35,12 +38,48 @@ def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     for module in model.modules():
         # Modules inside an fp32 module get its fp32 tensors, so it alone casts.
         in_fp32 = outermost.get(module, False)
-        hooks = state.link.attach(module, in_fp32=in_fp32)
+        hooks = state.attach(module, in_fp32=in_fp32)
         if hooks:
-            state.handles += [*hooks, PlainCopies(module, state.link.masters, hooks)]
+            state.handles += [*hooks, PlainCopies(module, state.session.masters, hooks)]
 
 
-def convert_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tensor]]:
+def make_masters(
+    session: Session, model: nn.Module, before: Sequence[tuple[Tensor, Tensor]], *, trains: bool
+) -> None:
+    """Makes the masters of a model's trainable parameters from their values before conversion.
+
+    Keeps the values of buffers, and with the session's ``keep_fp32`` also of other rounded
+    parameters.
+
+    Args:
+        session: Gets the masters.
+        model: A converted model.
+        before: Tensors of the model with their values before conversion.
+        trains: Whether the model was passed with optimizers.
+    """
+    for observer in events.converted:
+        observer(model, before)
+    has_masters = trains and session.policy.master_weights
+    for tensor, exact in before:
+        if not dtypes.is_low_precision(tensor):
+            continue
+        param = tensor if isinstance(tensor, nn.Parameter) else None
+        if param is not None and has_masters and is_trained(param):
+            session.masters.create(param, model, exact)
+        elif exact.dtype is not tensor.dtype and (session.keep_fp32 or param is None):
+            session.masters.exact[tensor] = exact.float()
+
+
+def convert_late(session: Session, params: Iterable[Tensor]) -> None:
+    """Casts modules that were added to a model, if they hold any of these parameters."""
+    unknown = {id(param) for param in params if session.masters.pair_of(param) is None}
+    if unknown:
+        for model in session.models:
+            late = _cast_late(model, unknown)
+            make_masters(session, model, late, trains=True)
+
+
+def _cast_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tensor]]:
     """Casts what was added to a converted model, such as a new head; all or nothing.
 
     Does nothing unless the model holds one of the parameters, given by their ids. Returns the
@@ -75,20 +114,19 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor]) -> None:
 
     Args:
         model: A converted model.
-        masters: Fp32 masters by ``id`` of their parameter, in addition to those that the model has
-            a link to.
+        masters: Fp32 masters by ``id`` of their parameter, in addition to the session's.
     """
     state = state_of(model)
     if state is None:
         return
     if state.plan.casts_down:
-        state.link.masters.update_model(model)
+        state.session.masters.update_model(model)
         with Undo() as undo:
             for tensor in named_tensors(model).values():
                 if not dtypes.is_low_precision(tensor):
                     continue
-                linked = state.link.masters.exact_value(tensor)
-                known = (linked, masters.get(id(tensor)))
+                own = state.session.masters.exact_value(tensor)
+                known = (own, masters.get(id(tensor)))
                 value = exact_value(tensor, known)
                 set_in_place(tensor, value, undo)
             undo.pop_all()  # nothing failed: the values stay

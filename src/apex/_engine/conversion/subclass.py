@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,15 +23,20 @@ from torch.optim.swa_utils import AveragedModel
 from apex._core import dtypes, tree
 from apex._core.arguments import positional_names
 from apex._core.mixins import plain_class, swap_class, with_mixin
-from apex._engine.conversion import notes
+from apex._engine import events
+from apex._engine.conversion import hints
 from apex._engine.conversion.casts import cast_parts, restore, undo_convert
 from apex._engine.conversion.copies import deepcopy_by_class, shallow_copy, snapshot
-from apex._engine.conversion.state import STATE, ModelState, state_of
+from apex._engine.conversion.state import ModelState, state_of
 from apex._engine.masters import mark_zeros, without_grad
+from apex._engine.optimizer.prepared import forget_cleared
+from apex._engine.session import STATE
 from apex._torch import onnx
 from apex._torch.modules import named_parameters
 
 _is_compiling = torch.compiler.is_compiling
+
+_log = logging.getLogger("apex")
 
 _ONNX = (
     "torch.onnx.export got a model that amp has prepared, with casts that ONNX runtimes refuse. "
@@ -88,13 +94,13 @@ class Converted(nn.Module):
         """Clears the gradients, also those that an unfinished pass has put aside."""
         own_method: Any = super().zero_grad
         own_method(*args, **kwargs)
-        session = _own_state(self).link.session
+        session = _own_state(self).session
         params = [param for _, param in named_parameters(self)]
         if getattr(own_method, "__func__", None) is nn.Module.zero_grad:
             mark_zeros(filter(None, map(session.masters.pair_of, params)))
         else:
             params = without_grad(params)
-        session.forget_cleared(params)
+        forget_cleared(session, params)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickles as the plain model; see Note [Plain copies]."""
@@ -109,13 +115,13 @@ class Converted(nn.Module):
         """Returns the plain model over the same fp32 weights; see Note [Plain copies]."""
         state = _own_state(self)
         if state.plan.casts_down:
-            return shallow_copy(self, state.link.masters)
+            return shallow_copy(self, state.session.masters)
         with _as_plain(self):
             return copy.copy(self)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         """Returns the plain model; see Note [Plain copies]."""
-        _own_state(self).link.writes.is_copied = True
+        _own_state(self).note_copy()
         with _as_plain(self):
             return deepcopy_by_class(self, memo)
 
@@ -128,10 +134,9 @@ def _own_state(model: nn.Module) -> ModelState:
 
 def _become_plain(model: nn.Module, call: str) -> nn.Module:
     """Restores a model on which ``call`` was called, with a warning; returns it."""
-    _own_state(model).link.writes.tell(
-        "dtype",
-        "%s.%s after amp.initialize makes the model plain. To train at another level, or with fp32 "
-        "masters (O2 or O5), call amp.restore, then amp.initialize.",
+    _log.warning(
+        "amp: %s.%s after amp.initialize makes the model plain. To train at another level, or with "
+        "fp32 masters (O2 or O5), call amp.restore, then amp.initialize.",
         type(model).__name__,
         call,
     )
@@ -184,12 +189,11 @@ class _Method:
             return MethodType(function, model)
         if self._name == "save_pretrained":  # it saves the parameters' dtype, too
             return getattr(copy.copy(model), self._name)
-        link = _own_state(model).link
-        link.masters.update_model(model)
+        state = _own_state(model)
         reader = sys._getframe(1)
+        state.use(model, reader)
         if reader.f_code is _UPDATE_AVERAGE:
-            return lambda: map(link.masters.in_fp32, function(model))
-        link.writes.check_average(model, reader)
+            return lambda: map(state.session.masters.in_fp32, function(model))
         return MethodType(function, model)
 
 
@@ -207,18 +211,15 @@ def _casting_forward(own: Any) -> Any:
             output = state.region.run_traced(run, cast_args, cast_kwargs)
             return end_call(state, output)
         with ExitStack() as call:
-            writes = state.link.writes
-            if state.plan.casts_down and writes.left > 0:
-                given = args, kwargs
-                watch = writes.watch(self, state.link.masters, run, given, cast)
-                call.enter_context(watch)
+            for observer in events.forward_begins:
+                observer(self, state, run, (args, kwargs), cast, call)
             state.region.share_casts(call, self)
             state.region.enter(call, cast_args, cast_kwargs)
             try:
                 output = run(*cast_args, **cast_kwargs)
             except RuntimeError as error:
-                state.link.session.check_shards()
-                notes.explain(self, state.plan, error)
+                state.session.check_shards()
+                hints.explain(self, state.plan, error)
                 raise
             state.region.await_backward(output)
         return end_call(state, output)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,23 +14,20 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes
 from apex._core.param_groups import exchange, is_trained, move_state, params_of
-from apex._engine import masters
+from apex._engine import events, masters
 from apex._engine.autocast import ambient
 from apex._engine.masters import MasterPair
-from apex._engine.mistakes import Mistake, inspect_step, inspect_weights
 from apex._engine.optimizer import block_step
 from apex._engine.optimizer.block_step import BlockStep
 from apex._engine.optimizer.fused import skips_in_kernel
 from apex._engine.scaler import OverflowFlag
+from apex._engine.session import Session
 from apex._engine.stash import Stash
 from apex._torch.autograd import backward_id
 from apex._torch.copies import capturing, moved
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
+from apex._torch.modules import named_parameters
 from apex._torch.parameters import without_overrides
-
-if TYPE_CHECKING:
-    from apex._engine.backward import BackwardPass
-    from apex._engine.session import Session
 
 _SECOND_ORDER = (
     "amp.initialize put fp32 masters into the optimizer's groups, but the graph of the loss has "
@@ -42,51 +39,67 @@ PREPARED = "_apex_prepared"
 """Attribute of a prepared optimizer that holds its state."""
 
 
+class Pass(Protocol):
+    """A backward pass, as the optimizers see it whose gradients it computes."""
+
+    scaled: bool
+    """Whether it multiplies gradients by a loss scale until it ends."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its block has been entered and not left."""
+        ...
+
+    def finish_for(self, prepared: PreparedOptimizer) -> None:
+        """Unscales the gradients of an optimizer that steps."""
+        ...
+
+    def forget(self, prepared: PreparedOptimizer) -> None:
+        """Ends the pass for an optimizer whose gradients were cleared after a delayed block."""
+        ...
+
+
 class PreparedOptimizer:
-    """amp's state for one optimizer.
+    """amp's state for one optimizer."""
 
-    Attributes:
-        pairs: Low-precision model parameters whose masters ``param_groups`` holds, in order.
-        session: Kept alive.
-        masters: The table of all masters of the session.
-        master_weights: Whether low-precision parameters get fp32 masters.
-        inner_step: The ``step`` that the instance had before (an LR scheduler's wrapper).
-        unfinished_pass: The backward pass still to be finished, if any, or one that borrows gradients.
-        overflow: Whether a pass since the last step overflowed.
-        overflow_of_others: A 0-d flag: whether gradients overflowed that other optimizers' blocks
-            have left. ``None`` without such blocks.
-        stash: Gradients from before the open pass.
-        listeners: Called after a pass that updates a scale or raises an exception.
-        had_block: Whether a ``scale_loss`` block was given the optimizer.
-        steps: Steps so far, skipped ones included.
-        stepping: Whether the optimizer is in its step.
-    """
-
-    inner_step: Callable[..., Any] | None = None
-    unfinished_pass: BackwardPass | None = None
-    had_block = False
-    steps = 0
-    stepping = False
-    _captured: Sequence[tuple[Tensor, Tensor]] | None = None
-    """Gradients of a block that a CUDA graph has captured without the step: each replay writes them
-    anew. ``None`` without such a graph."""
-
-    def __init__(self, session: Session, master_weights: bool) -> None:
-        """Starts without an optimizer, which :meth:`attach` sets.
+    def __init__(self, session: Session, optimizer: Optimizer) -> None:
+        """Starts without masters.
 
         Args:
-            session: The session that has the masters.
-            master_weights: Whether low-precision parameters get fp32 masters.
+            session: The session that has the masters; kept alive.
+            optimizer: The optimizer, which keeps this state alive.
         """
         self.session = session
         self.masters = session.masters
+        self._optimizer = weakref.ref(optimizer)
+        # The ``step`` that the instance has, such as the wrapper of an LR scheduler made earlier.
+        self.inner_step: Callable[..., Any] | None = vars(optimizer).get("step")
+        # Low-precision model parameters whose masters the groups hold, in order.
         self.pairs: list[MasterPair] = []
-        self.master_weights = master_weights
-        self.overflow = OverflowFlag()
-        self.overflow_of_others: Tensor | None = None
+        # The pass still to be finished, or one that borrows gradients.
+        self.unfinished_pass: Pass | None = None
+        # Gradients from before that pass.
         self.stash = Stash()
-        self.listeners: list[Callable[[BackwardPass, PreparedOptimizer], None]] = []
-        session.register(self)
+        # Whether a pass since the last step overflowed.
+        self.overflow = OverflowFlag()
+        # Whether gradients overflowed that other optimizers' blocks have left, 0-d.
+        self.overflow_of_others: Tensor | None = None
+        # Whether a block was given the optimizer: plain passes under DDP prepare no gradients then.
+        self.had_block = False
+        # Called with a pass and this object after each pass, with it collected.
+        self.listeners: list[Callable[..., None]] = []
+        # What observers have put on its parameters, until it is plain again.
+        self.until_plain = ExitStack()
+        # Steps so far, skipped ones included.
+        self.steps = 0
+        # An optimizer inside another steps as a part of its step.
+        self.stepping = False
+        # Whether torch's GradScaler has looked at it since its last step.
+        self.asked_by_grad_scaler = False
+        # Gradients of a block that a CUDA graph has captured without the step: each replay writes
+        # them anew. None without such a graph.
+        self._captured: Sequence[tuple[Tensor, Tensor]] | None = None
+        session.add_member(self)
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -103,10 +116,6 @@ class PreparedOptimizer:
         """Whether the optimizer exists and is prepared: a pass, or a traceback, may outlive it."""
         optimizer = self._optimizer()
         return optimizer is not None and vars(optimizer).get(PREPARED) is self
-
-    def attach(self, optimizer: Optimizer) -> None:
-        """Makes this the state of ``optimizer``."""
-        self._optimizer = weakref.ref(optimizer)
 
     def params(self) -> list[nn.Parameter]:
         """Returns every parameter that the optimizer steps, masters included."""
@@ -148,7 +157,7 @@ class PreparedOptimizer:
         A frozen parameter without state stays and gets its master when unfrozen. Returns whether
         masters were created.
         """
-        if not self.master_weights:
+        if not self.session.policy.master_weights:
             return False
         created: dict[int, MasterPair] = {}
         with without_overrides():
@@ -166,7 +175,26 @@ class PreparedOptimizer:
         """Puts the model's own parameters back into the groups, with the optimizer's state."""
         exchange(self.optimizer, {id(pair.master): pair.model for pair in self.pairs})
         self.pairs.clear()
-        self.session.mistakes.stop_observing()
+        self.until_plain.close()
+
+    # -- passes ------------------------------------------------------------------------------
+
+    def begin_pass(self, begun: Pass, *, continues: bool) -> None:
+        """Prepares the gradients for a pass that was given the optimizer."""
+        self.settle_overflow(takes=True)
+        self.make_room(scaled=begun.scaled, continues=continues)
+        self.unfinished_pass = begun
+        self.had_block = True
+
+    def lend_to(self, begun: Pass) -> None:
+        """Prepares the gradients for a pass that may reach them, and gives them back."""
+        self.settle_overflow(takes=False)
+        self.make_room(scaled=True)
+        self.unfinished_pass = begun
+
+    def end_pass(self, continued: Pass | None = None) -> None:
+        """Ends the pass; one that failed may have continued a delayed one."""
+        self.unfinished_pass = continued
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -213,7 +241,7 @@ class PreparedOptimizer:
             scaled: Whether the pass multiplies gradients by a loss scale.
             continues: Whether it adds to the gradients of a delayed pass.
         """
-        under_ddp = self.session.ddp_tracker.wrappers
+        under_ddp = self.session.sums_in_16_bits
         if continues and (scaled or under_ddp):
             return
         if scaled:
@@ -244,7 +272,7 @@ class PreparedOptimizer:
         self.stash.drop(cleared)
         delayed = self.unfinished_pass
         is_delayed = delayed is not None and not delayed.is_open
-        if not self.is_live or not (is_delayed or self.overflow_of_others is not None):
+        if not (is_delayed or self.overflow_of_others is not None):
             return
         if cleared.issuperset(map(id, self.trained_params())):
             self.overflow_of_others = None
@@ -273,14 +301,17 @@ class PreparedOptimizer:
         if takes or not has_grads:
             self.overflow_of_others = None
 
-    def drop_overflowed(self) -> None:
-        """Drops gradients that overflowed, for a script that continues without amp."""
+    def drop_overflowed(self) -> bool:
+        """Drops gradients that overflowed, for a script that continues without amp.
+
+        Returns whether there are such gradients.
+        """
         self.settle_overflow(takes=True)
         if not self.overflow.is_raised():
-            return
+            return False
         self.remove_grads()
         self.overflow.consume(skipped=False)
-        self.session.mistakes.warn(Mistake.RESTORED_OVERFLOW)
+        return True
 
     # -- the step ----------------------------------------------------------------------------
 
@@ -295,12 +326,15 @@ class PreparedOptimizer:
             RuntimeError: If there is a closure, and the loss scale is dynamic.
         """
         self._check_captured()
+        if not self.steps:
+            self.session.check_shards()
+        for observer in events.step_begins:
+            observer(self)
         if closure is None:
-            inspect_step(self)
+            self._tell_use()
             self.finish_backward()
         else:  # its own pass may continue an unfinished one
             self._check_closure()
-        inspect_weights(self)
         self.settle_overflow(takes=True)
         self.update_masters(before_step=True)
         uncast = ambient.UncastBlock()
@@ -321,7 +355,8 @@ class PreparedOptimizer:
             raise
         finally:
             self.stepping = False
-            self.masters.steps += 1
+            self.asked_by_grad_scaler = False
+            self.masters.note_step()
             # Not only before the step: a hook may have run the model meanwhile.
             masters.round_masters(self.pairs if blocks is None else blocks.end())
         self.overflow.consume(skipped)
@@ -384,10 +419,19 @@ class PreparedOptimizer:
             masters.round_masters(self.pairs)
             loss = closure()
             self.update_masters_with_grads()
-            inspect_step(self)
+            self._tell_use()
             return loss
 
         return evaluate
+
+    def _tell_use(self) -> None:
+        for observer in events.gradients_used:
+            observer(self)
+
+    @untraced
+    def note_grad_scaler(self) -> None:
+        """Records that torch's GradScaler is about to step the optimizer, or to unscale for it."""
+        self.asked_by_grad_scaler = True
 
     # -- CUDA graphs -------------------------------------------------------------------------
 
@@ -440,3 +484,76 @@ class PreparedOptimizer:
                 "the graph."
             )
         return self.overflow.is_raised()
+
+
+# -- all of a session ------------------------------------------------------------------------------
+
+
+def optimizers_of(session: Session) -> list[PreparedOptimizer]:
+    """Returns the states of a session's live optimizers."""
+    members = [*session.members]
+    return [
+        member for member in members if isinstance(member, PreparedOptimizer) and member.is_live
+    ]
+
+
+def with_sharers(prepared_optimizers: Sequence[PreparedOptimizer]) -> list[PreparedOptimizer]:
+    """Returns optimizers, followed by all that share parameters with them, in any session.
+
+    Sharing is transitive.
+    """
+    sharing = list(prepared_optimizers)
+    others: list[PreparedOptimizer] = []
+    for session in [*Session.live]:
+        others += optimizers_of(session)
+    if others == sharing:
+        return sharing
+    for prepared in sharing:  # which grows meanwhile
+        trained = {*map(id, prepared.trained_params())}
+        for other in others:
+            if other not in sharing and not trained.isdisjoint(map(id, other.trained_params())):
+                sharing.append(other)
+    return sharing
+
+
+def reachable(
+    session: Session, own: Sequence[PreparedOptimizer]
+) -> tuple[list[PreparedOptimizer], list[nn.Parameter]]:
+    """Returns what a pass of ``own`` optimizers may reach beside their parameters.
+
+    These are optimizers without an unfinished pass whose ranks share gradients now, and the
+    parameters that no optimizer steps. Sessions of other threads are left alone.
+    """
+    lenders: list[PreparedOptimizer] = []
+    unowned: dict[int, nn.Parameter] = {}
+    stepped: set[int] = set()
+    for other in [*Session.live]:
+        if other is not session and other.thread != session.thread:
+            continue
+        for model in other.models:
+            for _, param in named_parameters(model):
+                unowned[id(param)] = param
+        for prepared in optimizers_of(other):
+            trained = prepared.trained_params()
+            stepped.update(map(id, trained))
+            is_free = prepared.unfinished_pass is None and prepared not in own
+            if is_free and other.shares_grads(trained):
+                lenders.append(prepared)
+    return lenders, [param for key, param in unowned.items() if key not in stepped]
+
+
+def forget_cleared(session: Session, params: Iterable[Tensor]) -> None:
+    """Forgets what unfinished passes hold for parameters whose gradients were cleared."""
+    cleared = {*map(id, params)}
+    for prepared in optimizers_of(session):
+        prepared.forget_cleared(cleared)
+
+
+def prepare_plain_pass(session: Session, model: nn.Module) -> None:
+    """Prepares the gradients of a converted model, at its forward, for a pass without a block."""
+    under_ddp = session.sums_in_16_bits
+    for prepared in optimizers_of(session):
+        # Blocks prepare the gradients themselves when they begin.
+        if prepared.unfinished_pass is not None or (under_ddp and prepared.had_block):
+            return
+    session.masters.prepare_plain_pass(model, under_ddp=under_ddp)

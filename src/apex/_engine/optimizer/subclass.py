@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch.optim import Optimizer
@@ -15,8 +16,9 @@ from apex._core.mixins import plain_class, swap_class, with_mixin
 from apex._core.param_groups import dtypes_of, match_states, optimizers_in
 from apex._engine import masters
 from apex._engine.backward import unscale_grads
-from apex._engine.mistakes import inspect_grad_scaler
-from apex._engine.optimizer.prepared import PREPARED, PreparedOptimizer
+from apex._engine.conversion.casts import convert_late
+from apex._engine.optimizer.prepared import PREPARED, PreparedOptimizer, forget_cleared
+from apex._engine.session import Session
 from apex._torch.dynamo import untraced, untraced_frame
 
 _SCALING = "_step_supports_amp_scaling"
@@ -69,7 +71,7 @@ class AmpOptimizer(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """The own class's value; GradScaler reads it before it steps or unscales."""
         if not self._apex_prepared.stepping:
-            inspect_grad_scaler(self._apex_prepared)
+            self._apex_prepared.note_grad_scaler()
         declared: bool = getattr(super(), _SCALING, False)
         return bool(self.__dict__.get(_SCALING, declared))
 
@@ -93,7 +95,7 @@ class AmpOptimizer(Optimizer):
                 masters.mark_zeros(prepared.pairs)
             else:  # it may leave gradients for the next pass to add to
                 cleared = masters.without_grad(cleared)
-        prepared.session.forget_cleared(cleared)
+        forget_cleared(prepared.session, cleared)
 
     zero_grad.__signature__ = inspect.signature(Optimizer.zero_grad)  # type: ignore[attr-defined]
 
@@ -106,7 +108,7 @@ class AmpOptimizer(Optimizer):
             super().add_param_group(param_group)
             params = self.param_groups[-1]["params"]
             prepared.check_new_params(params)
-            prepared.session.convert_late(params)
+            convert_late(prepared.session, params)
             prepared.create_missing_masters()
         except BaseException:
             del self.param_groups[count:]
@@ -182,13 +184,14 @@ def prepared_state(optimizer: Optimizer) -> PreparedOptimizer | None:
     return prepared
 
 
-def prepare_class(optimizer: Optimizer, prepared: PreparedOptimizer) -> None:
-    """Gives ``optimizer``, and those that it holds, their generated class and one state.
-
-    A ``step`` set on the instance (by an LR scheduler made earlier) becomes the inner step.
-    """
+def prepare_optimizer(session: Session, optimizer: Optimizer, undo: ExitStack) -> None:
+    """Prepares one more optimizer of a session; ``undo`` receives the inverse."""
+    prepared = PreparedOptimizer(session, optimizer)
+    prepared.create_missing_masters()
+    undo.callback(prepared.close)
+    undo.callback(unprepare_class, optimizer)
     _set_class(optimizer, prepared)
-    prepared.inner_step = optimizer.__dict__.pop("step", None)
+    vars(optimizer).pop("step", None)
     for held in optimizers_in(optimizer):
         if PREPARED not in vars(held) and "step" not in vars(held):
             _set_class(held, prepared)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -16,34 +17,22 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._core.param_groups import params_of
-from apex._engine import masters
+from apex._engine import events, masters
 from apex._engine.autocast import ambient
-from apex._engine.mistakes import Mistake, Origin, origins_of
 from apex._engine.optimizer.prepared import PREPARED
+from apex._engine.session import Session
 from apex._torch.dynamo import untraced
 from apex._torch.modules import named_tensors
 
-if TYPE_CHECKING:
-    from apex._engine.session import Session
 
-
-def _inspect(session: Session, optimizer: Optimizer, versions: Mapping[int, int]) -> None:
-    """Warns if an optimizer has stepped with scaled gradients, or 16-bit weights of a model itself.
-
-    ``versions`` are from before the step, by ``id`` of the parameter.
-    """
-    if Origin.OTHER in origins_of(params_of(optimizer)):
-        session.mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
-    is_fused = any(group.get("fused") for group in optimizer.param_groups)  # counts no writes
+def weights_of_models(session: Session, params: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yields those of some parameters that are 16-bit weights of a session's models."""
     weights: set[int] = set()
     for model in session.models:
         weights.update(map(id, named_tensors(model).values()))
-    for param in params_of(optimizer):
-        if id(param) not in weights or not dtypes.is_low_precision(param):
-            continue
-        if is_fused or versions.get(id(param)) != param._version:
-            session.mistakes.warn(Mistake.UNPREPARED_OPTIMIZER)
-        increment_version(param)
+    for param in params:
+        if id(param) in weights and dtypes.is_low_precision(param):
+            yield param
 
 
 class _Hooks:
@@ -55,14 +44,12 @@ class _Hooks:
     """
 
     def __init__(self) -> None:
-        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
         # Versions of each optimizer's parameters before its step, which may run other steps.
         self._versions = weakref.WeakKeyDictionary[Optimizer, Mapping[int, int]]()
 
     def add(self, session: Session) -> None:
-        """Watches other optimizers' steps over the parameters of ``session``, while it lives."""
-        self._sessions.add(session)
+        """Follows other optimizers' steps over the parameters of ``session``, while it lives."""
         if not self._handles:
             self._handles.append(register_optimizer_step_pre_hook(self._before_step))
             self._handles.append(register_optimizer_step_post_hook(self._after_step))
@@ -82,11 +69,16 @@ class _Hooks:
         ambient.end_step(optimizer)
         stepped = [*filter(None, map(masters.pair_of_master, params_of(optimizer)))]
         masters.round_masters(stepped)
-        for session in [*self._sessions]:
-            _inspect(session, optimizer, self._versions.get(optimizer, {}))
+        versions = self._versions.get(optimizer, {})
+        for observer in events.other_step:
+            observer(optimizer, versions)
+        # Fused kernels count no writes.
+        for session in [*Session.live]:
+            for param in weights_of_models(session, params_of(optimizer)):
+                increment_version(param)
 
     def _end(self) -> None:
-        if [*self._sessions]:
+        if any(session.follows_other_steps for session in [*Session.live]):
             return
         for handle in self._handles:
             hooks: Any = handle.hooks_dict_ref()

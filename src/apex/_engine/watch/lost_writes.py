@@ -10,19 +10,15 @@ Note [Lost writes]
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from apex._core.samples import sample
+from apex._engine.masters import MasterPair
+from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._torch import dtensor
 from apex._torch.copies import capturing
 from apex._torch.parameters import without_overrides
-
-if TYPE_CHECKING:
-    from apex._engine.masters import MasterPair
-    from apex._engine.optimizer.prepared import PreparedOptimizer
 
 _COMPARED = 8
 """Weights that are compared with their masters at a time."""

@@ -15,24 +15,27 @@ import enum
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
-from apex._engine.lost_writes import WeightWatch
+from apex._core.param_groups import params_of
+from apex._engine.backward import BLOCK, BackwardPass
+from apex._engine.conversion.state import ModelState
+from apex._engine.optimizer.prepared import PreparedOptimizer, optimizers_of
+from apex._engine.optimizer.unprepared import weights_of_models
 from apex._engine.scaler import Readback
+from apex._engine.session import Session
+from apex._engine.watch.lost_writes import WeightWatch
 from apex._torch import ranks
 from apex._torch.autograd import at_end_of_pass, backward_id, leaves_of
 from apex._torch.dynamo import untraced
-
-if TYPE_CHECKING:
-    from apex._engine.optimizer.prepared import PreparedOptimizer
-    from apex._engine.session import Session
 
 _INSPECTED_BLOCKS = 32
 """Blocks of a session, and steps of an optimizer, that are inspected; later ones are free."""
@@ -44,11 +47,10 @@ _SAMPLED = 8
 """Parameters whose gradients are inspected."""
 
 _LIBRARIES = (
-    os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
+    os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), ""),
     os.path.join(os.path.dirname(torch.__file__), ""),
     contextlib.__file__,
 )
-BLOCK = "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n"
 
 
 class Mistake(enum.Enum):
@@ -110,11 +112,6 @@ class Mistake(enum.Enum):
         "Remove the GradScaler; amp.scale_loss scales, unscales and skips:\n"
         f"{BLOCK}    optimizer.step()"
     )
-    RESTORED_OVERFLOW = (
-        "amp.restore was called between an overflow and the step that amp would have skipped. It "
-        "dropped the gradients, which hold inf or NaN: the next optimizer.step() changes nothing. "
-        "To train on, compute them anew: loss.backward()"
-    )
     NO_SCALE_LOSS = (
         "optimizer.step() got gradients that no amp.scale_loss block computed, such as the "
         "gradients of a plain loss.backward(). In fp16, gradients below 6e-8 become zero without "
@@ -148,21 +145,24 @@ class Mistake(enum.Enum):
 
 
 class Mistakes:
-    """The mistakes found in one session.
-
-    Attributes:
-        blocks_left: ``scale_loss`` blocks still to be inspected.
-        has_plain_pass: Whether a backward pass has reached observed parameters.
-        has_trained: Whether a step has found a gradient.
-        lost_writes: Flags on their way to the host: whether a step overwrote what a script wrote.
-    """
+    """The mistakes found in one session."""
 
     def __init__(self) -> None:
+        """Starts without mistakes."""
         self._warned: set[Mistake] = set()
-        self.lost_writes: Readback[None] = Readback()
+        # ``scale_loss`` blocks that are still to be inspected.
         self.blocks_left = _INSPECTED_BLOCKS
+        # The inspection of the newest block.
+        self.inspection: BlockInspection | None = None
+        # Whether a backward pass has reached observed parameters.
         self.has_plain_pass = False
+        # Whether a step has found a gradient.
         self.has_trained = False
+        # Flags on their way to the host: whether a step overwrote what a script wrote.
+        self.lost_writes: Readback[None] = Readback()
+        # Comparisons of weights with their masters, by optimizer, until its next step.
+        self.watches = weakref.WeakKeyDictionary[PreparedOptimizer, WeightWatch]()
+        self._observes = False
         self._hooks: list[RemovableHandle] = []
 
     @property
@@ -170,9 +170,15 @@ class Mistakes:
         """Whether the session has scaled a loss in a ``scale_loss`` block."""
         return self.blocks_left < _INSPECTED_BLOCKS
 
-    def observe(self, params: Sequence[Tensor]) -> None:
-        """Observes whether a backward pass reaches parameters before any ``scale_loss`` block."""
-        self._hooks += _hooked(_sample(params), self._reach)
+    def observe(self, session: Session) -> None:
+        """Observes once whether a pass reaches fp16 parameters before any ``scale_loss`` block."""
+        if self._observes or self.has_blocks:
+            return
+        self._observes = True
+        if session.has_scale and session.policy.low_precision is torch.float16:
+            for prepared in optimizers_of(session):
+                self._hooks += _hooked(_sample(prepared.trained_params()), self._reach)
+                prepared.until_plain.callback(self.stop_observing)
 
     @untraced
     def _reach(self, _: Tensor) -> None:
@@ -189,16 +195,31 @@ class Mistakes:
 
     def warn(self, mistake: Mistake | None) -> None:
         """Warns of a mistake, if there is one, at the user's line; once per session."""
-        if mistake is None or mistake in self._warned:
-            return
-        self._warned.add(mistake)
-        frame: FrameType | None = sys._getframe()
-        level = 1
-        while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-            frame = frame.f_back
-            level += 1
-        # Python 3.12 has skip_file_prefixes for this.
-        warnings.warn(mistake.value, UserWarning, stacklevel=level)
+        if mistake is not None and mistake not in self._warned:
+            self._warned.add(mistake)
+            warn_at_caller(mistake.value)
+
+
+_mistakes = weakref.WeakKeyDictionary[Session, Mistakes]()
+
+
+def mistakes_of(session: Session) -> Mistakes:
+    """Returns the mistakes of a session."""
+    mistakes = _mistakes.get(session)
+    if mistakes is None:
+        mistakes = _mistakes[session] = Mistakes()
+    return mistakes
+
+
+def warn_at_caller(text: str) -> None:
+    """Warns at the line of a script that called amp or torch."""
+    frame: FrameType | None = sys._getframe()
+    level = 1
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+        level += 1
+    # Python 3.12 has skip_file_prefixes for this.
+    warnings.warn(text, UserWarning, stacklevel=level)
 
 
 class Origin(enum.Enum):
@@ -221,47 +242,42 @@ class BlockInspection:
         found: The mistake in the block, to warn of once it has done its work.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        prepared_optimizers: Sequence[PreparedOptimizer],
-        borrowed: Sequence[Tensor],
-        scaled_loss: Tensor,
-    ) -> None:
+    def __init__(self, block: BackwardPass, scaled_loss: Tensor) -> None:
         """Begins; ends with :meth:`end`.
 
         Args:
-            session: The session that scales the loss.
-            prepared_optimizers: The optimizers of the block.
-            borrowed: Other parameters that the block unscales.
+            block: The block, whose earlier gradients are still in place.
             scaled_loss: Where the backward pass is to start.
         """
         self.found: Mistake | None = None
-        self._mistakes = session.mistakes
+        self._mistakes = mistakes_of(block.session)
         self._params: list[Tensor] = []
         self._others_reached: list[Tensor] = []
-        self._may_change = any(map(_averages, prepared_optimizers))
+        self._may_change = any(map(_averages, block.prepared_optimizers))
         self._pass_id: int | None = None  # of the last pass from the scaled loss
         self._is_running = False
         self._has_stray = False  # whether another pass has reached the block's parameters
         self._ended = False
         self._hooks: list[RemovableHandle] = []
         self._mistakes.stop_observing()
-        for prepared in prepared_optimizers:
+        for prepared in block.prepared_optimizers:
             self._mistakes.warn(_find_mistake(prepared))
-            prepared.session.mistakes.stop_observing()
+            mistakes_of(prepared.session).stop_observing()
         if not scaled_loss.requires_grad:
             return
         scaled_loss.register_hook(self._begin_pass)  # type: ignore[no-untyped-call]
         trained: list[Tensor] = []
-        for prepared in prepared_optimizers:
+        for prepared in block.prepared_optimizers:
             params = prepared.trained_params()
             trained += params
             self._params += _sample(params)
         if any(map(_has_hook, trained)):
             self._mistakes.warn(Mistake.SCALED_HOOK)
         self._hooks += _hooked(self._params, self._reach_own)
-        own = {*map(id, trained), *map(id, borrowed)}
+        lenders, unowned = block.borrowable()
+        own = {*map(id, trained), *map(id, unowned)}
+        for lender in lenders:
+            own.update(map(id, lender.trained_params()))
         others = [leaf for leaf in leaves_of(scaled_loss) if id(leaf) not in own]
         self._hooks += _hooked(others, self._reach_other)
 
@@ -371,7 +387,7 @@ def _averages(prepared: PreparedOptimizer) -> bool:
     """Returns whether scaled gradients may be averaged over ranks by other code than a wrapper."""
     if getattr(prepared.optimizer, "synchronize", None) is not None:
         return True  # Horovod's, BytePS's
-    return ranks.world_size() > 1 and not prepared.session.ddp_tracker.wrappers
+    return ranks.world_size() > 1 and not prepared.session.wrappers
 
 
 def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:
@@ -383,20 +399,45 @@ def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:
     return Mistake.CLIPPED_DELAYED if prepared.unfinished_pass is not None and is_changed else None
 
 
-# -- at the step ----------------------------------------------------------------------------------
+# -- what the engine tells -------------------------------------------------------------------------
+
+
+def begin_block(block: BackwardPass, scaled_loss: Tensor) -> None:
+    """Begins to inspect a block, if it is one of the first."""
+    mistakes = mistakes_of(block.session)
+    mistakes.inspection = None
+    if mistakes.blocks_left:
+        mistakes.blocks_left -= 1
+        if block.scaled:
+            mistakes.inspection = BlockInspection(block, scaled_loss)
+
+
+def end_pass(block: BackwardPass) -> None:
+    """Inspects gradients before they are unscaled."""
+    inspection = mistakes_of(block.session).inspection
+    if inspection is not None:
+        inspection.end()
+
+
+def end_block(block: BackwardPass) -> None:
+    """Warns of what was found in a block, which has done its work."""
+    mistakes = mistakes_of(block.session)
+    inspection = mistakes.inspection
+    if block.failed:
+        if block.continues_delayed:
+            mistakes.warn(Mistake.FAILED_AFTER_DELAYED)
+    elif inspection is not None:
+        mistakes.warn(inspection.found)
 
 
 @untraced
-def inspect_step(prepared: PreparedOptimizer) -> None:
-    """Warns of gradients that are not the step's, of missing ones, and of writes that are lost."""
-    session = prepared.session
-    if not session.mistakes.blocks_left:
+def inspect_gradients(prepared: PreparedOptimizer) -> None:
+    """Warns of gradients that are not the step's, and of missing ones."""
+    mistakes = mistakes_of(prepared.session)
+    if not mistakes.blocks_left:
         return
     if prepared.unfinished_pass is not None and prepared.unfinished_pass.is_open:
         return
-    if not prepared.steps:
-        session.check_shards()
-    mistakes = session.mistakes
     if mistakes.has_plain_pass:
         mistakes.stop_observing()
         if not prepared.had_block:
@@ -412,33 +453,71 @@ def inspect_step(prepared: PreparedOptimizer) -> None:
 
 @untraced
 def inspect_weights(prepared: PreparedOptimizer) -> None:
-    """Warns of writes that torch does not count, which a step has overwritten.
+    """Warns of writes that torch does not count, which a step overwrites, and of a GradScaler.
 
     Compares weights at the first steps, and later at one in 32.
     """
-    session = prepared.session
+    mistakes = mistakes_of(prepared.session)
+    if prepared.asked_by_grad_scaler:
+        _judge_grad_scaler(prepared.session, mistakes)
     turn, phase = divmod(prepared.steps, _INSPECTED_BLOCKS)
     is_first = turn == 0
     if not (prepared.pairs and (is_first or phase < 2)):
         return
-    mistakes = session.mistakes
-    watches = prepared.masters.watches
-    watch = watches.pop(prepared, None)
+    watch = mistakes.watches.pop(prepared, None)
     if watch is not None:
         is_lost = watch.lost()
         if is_lost is not None:
             mistakes.lost_writes.send(None, is_lost.float())
     if is_first or phase == 0:
-        watches[prepared] = WeightWatch(prepared, phase if is_first else turn)
+        mistakes.watches[prepared] = WeightWatch(prepared, phase if is_first else turn)
     for _, (flag,) in mistakes.lost_writes.poll():
         if flag:
             mistakes.warn(Mistake.LOST_WRITE)
 
 
-def inspect_grad_scaler(prepared: PreparedOptimizer) -> None:
-    """Judges a GradScaler that is about to step the optimizer."""
-    session = prepared.session
-    if session.has_scale and session.mistakes.has_blocks:
-        session.mistakes.warn(Mistake.GRAD_SCALER)
+def _judge_grad_scaler(session: Session, mistakes: Mistakes) -> None:
+    if session.has_scale and mistakes.has_blocks:
+        mistakes.warn(Mistake.GRAD_SCALER)
     else:
-        session.mistakes.silence(Mistake.NO_SCALE_LOSS)
+        mistakes.silence(Mistake.NO_SCALE_LOSS)
+
+
+def use_model(state: ModelState, _: object) -> None:
+    """Compares weights with their masters where a model is used."""
+    mistakes = mistakes_of(state.session)
+    mistakes.observe(state.session)
+    for watch in mistakes.watches.values():
+        watch.look()
+
+
+def inspect_other_step(optimizer: Any, versions: Mapping[int, int]) -> None:
+    """Warns if an optimizer has stepped with scaled gradients, or 16-bit weights of a model.
+
+    ``versions`` are from before the step, by ``id`` of the parameter.
+    """
+    params = params_of(optimizer)
+    is_forgotten = Origin.OTHER in origins_of(params)
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)  # counts no writes
+    for session in [*Session.live]:
+        if is_forgotten and session.follows_other_steps:
+            mistakes_of(session).warn(Mistake.FORGOTTEN_OPTIMIZER)
+        for param in weights_of_models(session, params):
+            if is_fused or versions.get(id(param)) != param._version:
+                mistakes_of(session).warn(Mistake.UNPREPARED_OPTIMIZER)
+
+
+def inspect_read(prepared: PreparedOptimizer, consumer: str) -> None:
+    """Warns if masters' gradients are read before the model's gradients are unscaled.
+
+    ``consumer`` is the file of the code that iterates over the masters.
+    """
+    opened = prepared.unfinished_pass
+    # While a pass runs, hooks may ask for the masters, for instance to step them.
+    if opened is None or not opened.scaled or backward_id() != -1:
+        return
+    mistakes = mistakes_of(prepared.session)
+    if opened.is_open and prepared.pairs:
+        mistakes.warn(Mistake.CLIPPED_INSIDE)
+    elif not opened.is_open and consumer == nn.utils.clip_grad.__file__:
+        mistakes.warn(Mistake.CLIPPED_DELAYED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,8 +20,16 @@ _MOVES = frozenset(
 )
 _REPLACES = frozenset(["copy", "zero", "fill", "set"])
 
-NEW, OLD, SUM = 0, 1, 2
-"""Marks: a tensor without an earlier value, with one, and a sum that includes one."""
+
+class Mark(enum.IntEnum):
+    """What a tensor is computed from."""
+
+    NEW = 0
+    """No earlier value of a watched tensor."""
+    OLD = 1
+    """An earlier value."""
+    SUM = 2
+    """A sum that includes one."""
 
 
 class Sums(TorchFunctionMode):
@@ -30,7 +39,7 @@ class Sums(TorchFunctionMode):
         """Watches tensors."""
         super().__init__()
         # By ``id``. The values contain the tensors, so that no new tensor gets one of these ids.
-        self._marks = {id(tensor): (OLD, tensor) for tensor in tensors}
+        self._marks = {id(tensor): (Mark.OLD, tensor) for tensor in tensors}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -41,15 +50,15 @@ class Sums(TorchFunctionMode):
         replaces = name in _REPLACES
         if is_sum or replaces or name in _MOVES:
             read = args[1:] if replaces else args
-            mark = max(map(self.mark_of, tree.tensors([read, kwargs])), default=NEW)
-            if is_sum and mark == OLD:
-                mark = SUM
+            mark = max(map(self.mark_of, tree.tensors([read, kwargs])), default=Mark.NEW)
+            if is_sum and mark is Mark.OLD:
+                mark = Mark.SUM
             written = args[:1] if result is None else result
             for tensor in tree.tensors(written):
                 if replaces or mark > self.mark_of(tensor):
                     self._marks[id(tensor)] = mark, tensor
         return result
 
-    def mark_of(self, tensor: Tensor) -> int:
+    def mark_of(self, tensor: Tensor) -> Mark:
         """Returns the mark of a tensor."""
-        return self._marks.get(id(tensor), (NEW, tensor))[0]
+        return self._marks.get(id(tensor), (Mark.NEW, tensor))[0]

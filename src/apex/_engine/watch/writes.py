@@ -1,4 +1,4 @@
-"""Messages about a prepared model: fixes for dtype errors, and what 16 bits lose.
+"""What a 16-bit model loses: small changes of buffers, writes into cast arguments, whole numbers.
 
 The first forward passes show what is lost, by the version counters of tensors and without a host
 sync. torch does not count writes through ``tensor.data``. So a sample of one frozen weight is
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,67 +22,23 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from apex._core import dtypes, tree
 from apex._core.arguments import positional_names
 from apex._core.samples import sample
-from apex._core.sums import OLD, SUM, Sums
-from apex._engine.conversion.plan import WIDE, ModelPlan, planned_dtypes
+from apex._engine.conversion.plan import WIDE
+from apex._engine.conversion.state import ModelState
 from apex._engine.scaler import Readback
-from apex._torch import errors
+from apex._engine.watch.sums import Mark, Sums
 from apex._torch.copies import is_readable
 from apex._torch.modules import named_parameters
-
-if TYPE_CHECKING:
-    from apex._engine.masters import MasterTable
 
 _log = logging.getLogger("apex")
 
 _AVERAGE = "Average plain = copy.copy(model), the fp32 model that shares the masters."
 """The fix for averages in 16 bits."""
 
-_PREPARED = "amp.initialize prepared the model "
-_HOLDS = (
-    _PREPARED + "{model} to compute in {dtype}, but it now contains {found}: tensors that were "
-    "cast, added or assigned later, or passed to functional_call. What to do:\n"
-    "- a module added later: call optimizer.add_param_group({{'params': module.parameters()}}), "
-    "which also creates fp32 masters; for inference, module.to({dtype})\n"
-    "- a value that you assign or pass: use value.to(param.dtype)"
-)
-_COMPUTES = (
-    _PREPARED + "{model} to compute in 16 bits. It casts only the arguments of forward(). "
-    "What to do:\n"
-    "- a tensor created inside forward(), or passed to another method: cast it, as in "
-    "x.to(self.linear.weight.dtype)\n"
-    "- an operator without a 16-bit kernel: keep its module in fp32, "
-    "amp.initialize(..., fp32_modules=[...]), by name or type, such as "
-    "torch.nn.utils.parametrize.ParametrizationList\n"
-    "- a mask value that 16 bits cannot represent: "
-    "scores.masked_fill(mask, torch.finfo(scores.dtype).min)"
-)
-
 _FORWARDS = 256
 """Budget of watched forward passes: one in evaluation costs 1, and one in training costs 16.
 
 A model that writes to its buffers in training does so from the first passes.
 """
-
-
-def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
-    """Adds the fix to the text of an error that torch raised because of the plan's dtypes."""
-    fault = errors.fault_of_16_bits(error)
-    text = str(error)
-    if fault is None or _PREPARED in text:  # by a method, or another prepared model, inside
-        return
-    others: list[str] = []
-    if fault == "mixed":
-        for name, tensor, dtype in planned_dtypes(model, plan):
-            if dtypes.is_castable(tensor) and tensor.dtype is not dtype:
-                others.append(f"{name} ({dtypes.name(tensor.dtype)})")
-    if others or fault == "no room" or plan.casts_down:
-        message = _HOLDS if others else _COMPUTES
-        fix = message.format(
-            model=type(model).__name__,
-            dtype=plan.param_dtype or torch.float32,
-            found=", ".join(others[:4]),
-        )
-        error.args = (f"{text}\n{fix}",)
 
 
 def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -102,7 +60,7 @@ def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:
             "amp: in %s, rounding to 16 bits makes ordered values equal in %s. %s",
             type(model).__name__,
             ", ".join(listed),
-            keeping(model, listed),
+            _fp32_options(model, listed),
         )
 
 
@@ -121,7 +79,7 @@ def _loses_order(exact: Tensor, dtype: torch.dtype) -> bool:
     return bool((values.to(dtype).diff() == 0).any())  # sync: before training begins
 
 
-def keeping(model: nn.Module, names: Sequence[str]) -> str:
+def _fp32_options(model: nn.Module, names: Sequence[str]) -> str:
     """Returns a sentence with the arguments of ``initialize`` that keep tensors in fp32."""
     modules: dict[str, None] = {}
     for name in names:
@@ -140,18 +98,47 @@ def keeping(model: nn.Module, names: Sequence[str]) -> str:
 # -- what forward passes lose ----------------------------------------------------------------------
 
 
+_writes = weakref.WeakKeyDictionary[ModelState, "Writes"]()
+"""By the state of a 16-bit model."""
+
+
+def watch_forward(
+    model: nn.Module,
+    state: ModelState,
+    forward: Callable[..., Any],
+    given: tree.Call,
+    cast: tree.Call,
+    until: ExitStack,
+) -> None:
+    """Watches a forward pass of a 16-bit model, until ``until`` closes."""
+    if state.plan.casts_down:
+        writes = _writes.setdefault(state, Writes())
+        if writes.left > 0:
+            until.enter_context(writes.watch(model, state, forward, given, cast))
+
+
+def note_load(state: ModelState) -> None:
+    """Starts anew: tensors that a load writes are neither averages nor counters."""
+    if state in _writes:
+        _writes[state].note_load()
+
+
+def check_average(state: ModelState, reader: FrameType | None) -> None:
+    """Logs the fix of torch's error about ``lerp_`` from 16-bit weights to an fp32 copy."""
+    if reader is not None and state.was_copied:
+        _writes.setdefault(state, Writes()).check_average(reader)
+
+
 class Writes:
     """Finds the small changes that a model loses because its tensors have 16 bits.
 
     A write that replaces a tensor as a whole (a cache, a checkpoint) loses nothing, but averages
     and counters do. So buffers that were written in two passes in a row are watched in the next
     pass, by :class:`Sums`. Frozen weights are written between the passes, by loads or averages.
-
-    Attributes:
-        left: What is left of the budget of watched forward passes.
     """
 
     def __init__(self) -> None:
+        # What is left of the budget of watched forward passes.
         self.left = _FORWARDS
         # By name: the tensor's version at the last pass, and whether the pass before saw another.
         self._versions: dict[str, tuple[tuple[int, int], bool]] = {}
@@ -160,8 +147,6 @@ class Writes:
         # By the weight's name: whether its sample has changed since the pass before.
         self._changes = Readback[str]()
         self._was_changed = False
-        # Whether the model was deep-copied, perhaps for an average.
-        self.is_copied = False
         # The topics of the warnings so far.
         self._told = set[str]()
         # By the argument's name: a whole number that 16 bits do not hold.
@@ -177,7 +162,7 @@ class Writes:
     def watch(
         self,
         model: nn.Module,
-        masters: MasterTable,
+        state: ModelState,
         forward: Callable[..., Any],
         given: tree.Call,
         cast: tree.Call,
@@ -186,7 +171,7 @@ class Writes:
 
         Args:
             model: The model.
-            masters: Its masters.
+            state: The state of its conversion.
             forward: Its own forward.
             given: The caller's arguments.
             cast: The arguments that ``forward`` gets.
@@ -194,23 +179,23 @@ class Writes:
         self.left -= 16 if model.training else 1
         lost: list[str] = []
         buffers: dict[str, Tensor] = {}
-        for name, tensor in self._written_again(model, masters):
+        for name, tensor in self._written_again(model, state):
             if isinstance(tensor, nn.Parameter):
                 lost.append(name)
             else:
                 buffers[name] = tensor
-        lost += self._moved_again()
+        lost += self._names_of_changed_samples()
         if buffers:
             versions = {name: tensor._version for name, tensor in buffers.items()}
             with Sums(buffers.values()) as sums:
                 yield
             for name, tensor in _buffers(model):
                 mark = sums.mark_of(tensor)
-                if mark == OLD and tensor is buffers.get(name) and tensor.numel() > 1:
+                if mark is Mark.OLD and tensor is buffers.get(name) and tensor.numel() > 1:
                     # The script writes it between the passes: an average, as caches are the pass's.
                     is_lost = tensor._version == versions[name]
                 else:
-                    is_lost = mark == SUM and name in buffers
+                    is_lost = mark is Mark.SUM and name in buffers
                 if is_lost:
                     lost.append(name)
         else:
@@ -222,14 +207,12 @@ class Writes:
                 "running average stops moving, a bf16 counter sticks at 256): %s. %s",
                 type(model).__name__,
                 ", ".join(lost[:4]),
-                keeping(model, lost),
+                _fp32_options(model, lost),
             )
         names = positional_names(forward)
         self._check_arguments(model, _by_name(names, given), _by_name(names, cast))
 
-    def _written_again(
-        self, model: nn.Module, masters: MasterTable
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _written_again(self, model: nn.Module, state: ModelState) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors that were written both before this pass and before the last one.
 
         These are frozen weights and, in training, buffers, but no parameters that an optimizer
@@ -244,7 +227,7 @@ class Writes:
         is_sampled = False
         for name, tensor in watched:
             is_counted = dtypes.is_low_precision(tensor) and not tensor.is_inference()
-            has_master = masters.pair_of(tensor) is not None
+            has_master = state.session.masters.pair_of(tensor) is not None
             if has_master or not is_counted or not is_readable(tensor):
                 continue
             version = tensor._version, tensor.data_ptr()
@@ -254,11 +237,11 @@ class Writes:
             if is_changed and was_changed:
                 yield name, tensor
             if isinstance(tensor, nn.Parameter) and not is_sampled:
-                self._compare((name, version), tensor)
+                self._send_comparison((name, version), tensor)
                 is_sampled = True
 
-    def _compare(self, key: tuple[str, Any], tensor: Tensor) -> None:
-        """Compares a sample of a weight with the last pass's, for :meth:`_moved_again`."""
+    def _send_comparison(self, key: tuple[str, Any], tensor: Tensor) -> None:
+        """Starts to compare a sample of a weight with the last pass's."""
         now = sample(tensor.detach()).clone()
         is_changed = torch.zeros(1, dtype=torch.float32, device=now.device)
         if self._sample is not None and self._sample[0] == key:
@@ -267,7 +250,7 @@ class Writes:
         self._sample = key, now
         self._changes.send(key[0], is_changed)
 
-    def _moved_again(self) -> Iterator[str]:
+    def _names_of_changed_samples(self) -> Iterator[str]:
         """Yields a weight that changed twice in a row, without a counted write."""
         for name, (is_changed,) in self._changes.poll():
             if is_changed and self._was_changed:
@@ -314,14 +297,12 @@ class Writes:
                     [name],
                 )
 
-    def check_average(self, model: nn.Module, reader: FrameType) -> None:
+    def check_average(self, reader: FrameType) -> None:
         """Logs the fix of torch's error about ``lerp_`` between fp32 and 16 bits.
 
-        Args:
-            model: The model whose parameters are read.
-            reader: The frame that reads them.
+        ``reader`` is the frame that reads the model's parameters.
         """
-        if not self.is_copied or "lerp" in self._told:
+        if "lerp" in self._told:
             return
         names = reader.f_code.co_names
         if reader.f_back is not None:
@@ -329,8 +310,8 @@ class Writes:
         if any("lerp" in name for name in names):
             self.tell(
                 "lerp",
-                "amp: lerp_ from the 16-bit weights of %s to its fp32 copy would raise. %s",
-                type(model).__name__,
+                "amp: lerp_ from the 16-bit weights of a prepared model to its fp32 copy would "
+                "raise. %s",
                 _AVERAGE,
             )
 

@@ -1,0 +1,51 @@
+"""Adds the fix to errors that torch raises because of the dtypes of a prepared model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from apex._core import dtypes
+from apex._engine.conversion.plan import ModelPlan, planned_dtypes
+from apex._torch import errors
+
+_PREPARED = "amp.initialize prepared the model "
+_HOLDS = (
+    _PREPARED + "{model} to compute in {dtype}, but it now contains {found}: tensors that were "
+    "cast, added or assigned later, or passed to functional_call. What to do:\n"
+    "- a module added later: call optimizer.add_param_group({{'params': module.parameters()}}), "
+    "which also creates fp32 masters; for inference, module.to({dtype})\n"
+    "- a value that you assign or pass: use value.to(param.dtype)"
+)
+_COMPUTES = (
+    _PREPARED + "{model} to compute in 16 bits. It casts only the arguments of forward(). "
+    "What to do:\n"
+    "- a tensor created inside forward(), or passed to another method: cast it, as in "
+    "x.to(self.linear.weight.dtype)\n"
+    "- an operator without a 16-bit kernel: keep its module in fp32, "
+    "amp.initialize(..., fp32_modules=[...]), by name or type, such as "
+    "torch.nn.utils.parametrize.ParametrizationList\n"
+    "- a mask value that 16 bits cannot represent: "
+    "scores.masked_fill(mask, torch.finfo(scores.dtype).min)"
+)
+
+
+def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
+    """Adds the fix to the text of an error that torch raised because of the plan's dtypes."""
+    fault = errors.fault_of_16_bits(error)
+    text = str(error)
+    if fault is None or _PREPARED in text:  # by a method, or another prepared model, inside
+        return
+    others: list[str] = []
+    if fault == "mixed":
+        for name, tensor, dtype in planned_dtypes(model, plan):
+            if dtypes.is_castable(tensor) and tensor.dtype is not dtype:
+                others.append(f"{name} ({dtypes.name(tensor.dtype)})")
+    if others or fault == "no room" or plan.casts_down:
+        message = _HOLDS if others else _COMPUTES
+        fix = message.format(
+            model=type(model).__name__,
+            dtype=plan.param_dtype or torch.float32,
+            found=", ".join(others[:4]),
+        )
+        error.args = (f"{text}\n{fix}",)

@@ -1,0 +1,62 @@
+"""Turns plain models and optimizers into those of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from torch import nn
+from torch.optim import Optimizer
+
+from apex._core.param_groups import dtypes_of, match_states
+from apex._engine.conversion import casts
+from apex._engine.conversion.plan import ModelPlan
+from apex._engine.conversion.state import ModelState
+from apex._engine.conversion.subclass import hand_over, set_state
+from apex._engine.optimizer import unprepared
+from apex._engine.optimizer.subclass import prepare_optimizer
+from apex._engine.session import Session
+from apex._torch import fsdp
+
+
+def prepare(
+    session: Session,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    plan: ModelPlan,
+    undo: ExitStack,
+) -> None:
+    """Converts models and prepares optimizers; ``undo`` receives the inverse of each step.
+
+    An inverse allocates no device memory: it may run because memory has run out.
+
+    Args:
+        session: A session that has not begun.
+        models: Models checked by :func:`apex._engine.conversion.checks.check`.
+        optimizers: Optimizers that are not prepared yet.
+        plan: The conversion.
+        undo: Receives the inverse.
+    """
+    old_dtypes = dtypes_of(optimizers)
+    for model in models:
+        hand_over(model, undo)
+    for model in models:
+        before = casts.floating_tensors(model)
+        undo.callback(casts.undo_convert, model)
+        own_plan = plan.without_calls() if fsdp.casts(model) else plan
+        set_state(model, ModelState(own_plan, session), undo)
+        undo.callback(session.masters.release, model)
+        casts.make_masters(session, model, before, trains=bool(optimizers))
+    for optimizer in optimizers:
+        prepare_optimizer(session, optimizer, undo)
+    undo.callback(session.close)
+    begin(session)
+    session.add_models(models)
+    match_states(optimizers, old_dtypes)
+
+
+def begin(session: Session) -> None:
+    """Begins a session: its op casts in this thread, and what concerns other optimizers."""
+    session.begin_casts()
+    if session.follows_other_steps:
+        unprepared.hooks.add(session)

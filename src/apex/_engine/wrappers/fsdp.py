@@ -1,0 +1,49 @@
+"""``fully_shard`` (FSDP2): ranks hold shards of parameters, gradients and optimizer states."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from apex._engine.masters import MasterTable
+from apex._torch import fsdp
+
+
+class Shards:
+    """The parameter groups of ``fully_shard`` in a session's models."""
+
+    def __init__(self) -> None:
+        """Starts without groups."""
+        self._groups: list[weakref.ref[object]] = []
+
+    def add(self, model: nn.Module) -> bool:
+        """Adds the groups of a model; returns whether it has some."""
+        groups = [*map(weakref.ref, fsdp.param_groups(model))]
+        self._groups += groups
+        return bool(groups)
+
+    def sends(self, params: Sequence[Tensor]) -> bool:
+        """Returns whether ranks reduce the gradients of a pass that begins now."""
+        return not fsdp.defers_reduction(group() for group in self._groups)
+
+    def share_masters(self, masters: MasterTable, params: Sequence[Tensor]) -> None:
+        """Does nothing: sharded parameters are fp32, and have no masters."""
+
+    def reuses_grad(self, param: Tensor) -> bool:
+        """Returns False: each reduction makes a new gradient."""
+        return False
+
+    def check(self, models: Iterable[nn.Module]) -> None:
+        """Raises RuntimeError if a model was sharded after it was prepared with an optimizer."""
+        known = [group() for group in self._groups]
+        for model in models:
+            for group in fsdp.param_groups(model):
+                if group not in known:
+                    raise RuntimeError(
+                        "fully_shard was called after amp.initialize, which replaces parameters: "
+                        "the optimizer holds those from before and trains nothing. Call "
+                        "fully_shard first, then create the optimizer, and call amp.initialize "
+                        "last, at O1, O4, or O0 with a MixedPrecisionPolicy."
+                    )
