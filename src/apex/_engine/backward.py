@@ -24,11 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from apex._core.op_table import AutocastSpec
-from apex._engine import events
 from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.backward import BackwardAutocast
-from apex._engine.masters import widen_grads
-from apex._engine.optimizer.prepared import PreparedOptimizer, reachable, with_sharers
+from apex._engine.optimizer.prepared import (
+    PreparedOptimizer,
+    grads_of,
+    reachable,
+    unscale_grads,
+    with_sharers,
+)
 from apex._engine.scaler import Scaler, ScaleUpdate
 from apex._engine.session import Session
 from apex._engine.stash import Stash
@@ -128,8 +132,7 @@ class BackwardPass:
             self._share_masters()
             scaled_loss, self._scale = self.scaler.scale(self.loss)
         self._scale_version = self.scaler.version
-        for observer in events.block_begins:
-            observer(self, scaled_loss)
+        self.session.observer.block_begins(self, scaled_loss)
         self._state = _State.OPEN
         try:
             with without_overrides():
@@ -206,7 +209,7 @@ class BackwardPass:
         sharing = with_sharers([lender])
         lenders = [prepared for prepared in sharing if prepared in self._lenders]
         with without_overrides():
-            overflow = self._unscale_borrowed(_grads_of(lenders))
+            overflow = self._unscale_borrowed(grads_of(lenders))
             for prepared in lenders:
                 self._lenders.remove(prepared)
                 prepared.end_pass()
@@ -273,8 +276,7 @@ class BackwardPass:
     ) -> None:
         """Unscales the gradients; after an exception, restores the earlier ones."""
         self._autocast.close()
-        for observer in events.pass_ends:
-            observer(self)
+        self.session.observer.pass_ends(self)
         if error is not None:
             self._abort()
         else:
@@ -283,8 +285,7 @@ class BackwardPass:
                 self._finish()
             elif self._state is _State.OPEN:  # else a step inside the block has unscaled them
                 self._state = _State.DELAYED
-        for observer in events.block_ends:
-            observer(self)
+        self.session.observer.block_ends(self)
 
     def forget(self, prepared: PreparedOptimizer) -> None:
         """Ends the pass for an optimizer whose gradients were cleared after a delayed block."""
@@ -301,8 +302,7 @@ class BackwardPass:
     def finish(self) -> None:
         """Unscales the gradients and updates the scale, once; also in a step inside the block."""
         if self._state is _State.OPEN:
-            for observer in events.pass_ends:
-                observer(self)
+            self.session.observer.pass_ends(self)
         self._finish()
 
     def _finish(self) -> None:
@@ -368,35 +368,11 @@ class BackwardPass:
             prepared.give_back()
 
     def _notify(self) -> None:
-        """Tells that the scale is updated, or that the pass has failed."""
-        for observer in events.scale_updated:
-            observer(self)
+        """Reports updates of the scale, or that the pass has failed."""
+        self.session.report(self)
         for prepared in self.prepared_optimizers:
             for listener in [*prepared.listeners]:  # which may remove itself
                 listener(self, prepared)
-
-
-# -- gradients ------------------------------------------------------------------------------------
-
-
-def unscale_grads(
-    prepared_optimizers: Sequence[PreparedOptimizer], scaler: Scaler, scale: Tensor | float
-) -> None:
-    """Unscales the gradients of a pass; those of parameters with a master become fp32."""
-    params = _grads_of(prepared_optimizers)
-    scaler.unscale_(dtensor.values_of(params), scale)
-    if scaler.dynamic:  # all ranks that hold shards must step or skip together
-        dtensor.share_flag_(scaler.found_inf, params)
-
-
-def _grads_of(prepared_optimizers: Sequence[PreparedOptimizer]) -> Collection[nn.Parameter]:
-    """Returns the parameters that optimizers train; those with a master get fp32 gradients."""
-    params: dict[int, nn.Parameter] = {}  # each once, as optimizers may share some
-    for prepared in prepared_optimizers:
-        widen_grads(prepared.pairs)
-        for param in prepared.trained_params():
-            params[id(param)] = param
-    return params.values()
 
 
 def _remove_grads(params: Iterable[nn.Parameter]) -> None:

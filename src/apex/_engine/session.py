@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +18,7 @@ from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.region import AmbientRegion, AutocastRegion, LowPrecisionRegion, Region
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.masters import MasterTable
+from apex._engine.observer import Observer
 from apex._engine.scaler import Readback, scaler_for
 from apex._engine.wrappers import Wrapper
 from apex._engine.wrappers.ddp import DDPWrappers
@@ -29,6 +30,27 @@ STATE = "_apex_state"
 
 Maker = Literal["initialize", "init", "suggest"]
 """The public function that makes a session; one for ``suggest`` is known to no other."""
+
+
+class Member(Protocol):
+    """The state of an optimizer, as its session and models know it."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the optimizer exists and is prepared."""
+        ...
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a backward pass is not finished."""
+        ...
+
+    had_block: bool
+    """Whether a ``scale_loss`` block was given the optimizer."""
+
+    def forget_cleared(self, cleared: set[int]) -> None:
+        """Forgets what unfinished passes hold for parameters, by ``id``, that were cleared."""
+        ...
 
 
 class Session:
@@ -53,6 +75,8 @@ class Session:
         functions: UserRegistry,
         keep_fp32: bool,
         made_by: Maker,
+        report: Callable[..., None],
+        observer: Observer,
         options: Any = None,
     ) -> None:
         """Makes the scalers and registers the kernels for op casts.
@@ -65,12 +89,16 @@ class Session:
             functions: User-registered functions, cast while the session lives.
             keep_fp32: Whether 16-bit parameters without a master keep their fp32 values.
             made_by: The public function that made it.
+            report: Called with each pass whose updates of the scale are complete, or that failed.
+            observer: Hears what happens.
             options: What ``initialize`` was called with.
         """
         end_stale_casts()
         # What the level means: dtypes, op casts, masters and loss scale.
         self.policy = policy
         self.made_by = made_by
+        self.report = report
+        self.observer = observer
         # apex's view of the policy, in which scripts may unset ``enabled``.
         self.options = options
         # One per loss.
@@ -88,9 +116,8 @@ class Session:
         self.keep_fp32 = keep_fp32
         # All masters of the models' parameters.
         self.masters = MasterTable()
-        # The states of the optimizers, which know the session's class. In the same order on all
-        # ranks, which communicate for each optimizer in turn.
-        self.members = weakref.WeakKeyDictionary[object, None]()
+        # In the same order on all ranks, which communicate for each optimizer in turn.
+        self._members = weakref.WeakKeyDictionary[Member, None]()
         self._models = weakref.WeakSet[nn.Module]()
         self.ddp = DDPWrappers()
         self.shards = Shards()
@@ -118,9 +145,14 @@ class Session:
             if self.shards.add(model) and self.shards not in self.wrappers:
                 self.wrappers.append(self.shards)
 
-    def add_member(self, member: object) -> None:
+    @property
+    def members(self) -> list[Member]:
+        """The states of the live optimizers."""
+        return [member for member in [*self._members] if member.is_live]
+
+    def add_member(self, member: Member) -> None:
         """Adds the state of an optimizer."""
-        self.members[member] = None
+        self._members[member] = None
 
     def mark_forward(self, wrapper: DistributedDataParallel, *, traced: bool) -> None:
         """Records that a model's forward pass begins under DistributedDataParallel."""
@@ -129,6 +161,23 @@ class Session:
         # What a join of ranks with fewer batches would not share.
         drifts = not self.masters.is_empty or self.can_skip
         self.ddp.mark_forward(wrapper, traced=traced, drifts=drifts)
+
+    # -- gradients ---------------------------------------------------------------------------
+
+    def forget_cleared(self, params: Iterable[Tensor]) -> None:
+        """Forgets what unfinished passes hold for parameters whose gradients were cleared."""
+        cleared = {*map(id, params)}
+        for member in self.members:
+            member.forget_cleared(cleared)
+
+    def prepare_plain_pass(self, model: nn.Module) -> None:
+        """Prepares the gradients of a model, at its forward, for a pass without a block."""
+        under_ddp = self.sums_in_16_bits
+        for member in self.members:
+            # Blocks prepare the gradients themselves when they begin.
+            if member.is_in_pass or (under_ddp and member.had_block):
+                return
+        self.masters.prepare_plain_pass(model, under_ddp=under_ddp)
 
     # -- casts -------------------------------------------------------------------------------
 
@@ -177,7 +226,7 @@ class Session:
 
     def check_shards(self) -> None:
         """Raises RuntimeError if a model was sharded after it was prepared with an optimizer."""
-        if self.members:
+        if self._members:
             self.shards.check(self.models)
 
     def shares_grads(self, params: Sequence[Tensor]) -> bool:

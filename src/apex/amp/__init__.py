@@ -8,7 +8,6 @@ from apex import _requirements, _unavailable
 _requirements.check()
 _unavailable.install()
 
-from apex._engine import watch  # noqa: F401 - it observes the engine
 from apex.amp import (  # noqa: F401 - reached as attributes
     compat,
     lists,

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from apex._core.arguments import kind
 from apex._core.param_groups import is_from
-from apex._engine import events, masters
+from apex._engine import masters
 from apex._engine.masters import MasterPair
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.optimizer.subclass import AmpOptimizer, prepared_state
@@ -85,8 +85,8 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     inner = _inside(optimizer)
     prepared = None if inner is None else prepared_state(inner)
     if prepared is not None:
-        for observer in events.masters_read:
-            observer(prepared, sys._getframe(1).f_code.co_filename)
+        consumer = sys._getframe(1).f_code.co_filename
+        prepared.session.observer.masters_read(prepared, consumer)
         prepared.update_masters()
         masters.widen_grads(prepared.pairs)
     for group in optimizer.param_groups:

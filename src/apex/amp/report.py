@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core.param_groups import params_of
-from apex._engine import events
 from apex._engine.backward import BackwardPass
 from apex._engine.masters import pair_of_master
 from apex._engine.optimizer.prepared import optimizers_of
@@ -83,9 +82,6 @@ def overflow(ended: BackwardPass) -> None:
                 f"scale. {_TRACE}; a bf16 level ('O4', 'O5') has fp32's range.",
                 stacklevel=6,
             )
-
-
-events.scale_updated.append(overflow)
 
 
 def nonfinite_loss(session: Session, loss_id: int, loss: Tensor) -> None:

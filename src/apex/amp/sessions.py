@@ -14,8 +14,9 @@ from apex._core.scale import ScaleRule
 from apex._engine.autocast.region import AutocastRegion
 from apex._engine.prepare import begin
 from apex._engine.session import Maker, Session
+from apex._engine.watch import Watch
 from apex._torch.devices import device_types, emulation
-from apex.amp import lists
+from apex.amp import lists, report
 from apex.amp._amp_state import _amp_state
 from apex.amp.properties import Properties, as_loss_scale, level_defaults, to_policy
 
@@ -45,6 +46,8 @@ def new_session(
         functions=_amp_state.functions,
         keep_fp32=keep_fp32,
         made_by=made_by,
+        report=report.overflow,
+        observer=Watch(),
         options=options,
     )
 

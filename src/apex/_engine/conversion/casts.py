@@ -12,7 +12,6 @@ from apex._core.mixins import plain_class, swap_class
 from apex._core.param_groups import is_trained
 from apex._core.rounding import exact_value
 from apex._core.undo import Undo
-from apex._engine import events
 from apex._engine.conversion.copies import PlainCopies
 from apex._engine.conversion.plan import modules_in_fp32, planned_dtypes
 from apex._engine.conversion.state import ModelState, state_of
@@ -57,8 +56,7 @@ def make_masters(
         before: Tensors of the model with their values before conversion.
         trains: Whether the model was passed with optimizers.
     """
-    for observer in events.converted:
-        observer(model, before)
+    session.observer.converted(model, before)
     has_masters = trains and session.policy.master_weights
     for tensor, exact in before:
         if not dtypes.is_low_precision(tensor):

@@ -18,10 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes, tree
 from apex._core.rounding import exact_value
-from apex._engine import events
 from apex._engine.autocast.region import Region
 from apex._engine.conversion.plan import ModelPlan
-from apex._engine.optimizer.prepared import prepare_plain_pass
 from apex._engine.session import STATE, Session
 from apex._torch.ddp import active_wrapper
 from apex._torch.dynamo import at_tracing, is_tracing, recompile_on_change
@@ -86,7 +84,7 @@ class ModelState:
         if not is_traced:
             self.use(model)
             if self.plan.casts_down and torch.is_grad_enabled():
-                prepare_plain_pass(self.session, model)
+                self.session.prepare_plain_pass(model)
         self.record_wrapper(traced=is_traced)
 
     @at_tracing  # before torch 2.12, not for a function that gets a module
@@ -102,8 +100,7 @@ class ModelState:
         """Rounds written masters into the model, for a forward or for what reads a method."""
         if self.plan.casts_down:
             self.session.masters.update_model(model)
-        for observer in events.model_used:
-            observer(self, reader)
+        self.session.observer.model_used(self, reader)
 
     # -- hooks of modules --------------------------------------------------------------------
 
@@ -168,8 +165,7 @@ class ModelState:
                 "that amp and the optimizer hold. Drop assign=True, or call amp.restore before "
                 "loading and amp.initialize after."
             )
-        for observer in events.loading:
-            observer(self)
+        self.session.observer.loading(self)
         loaded: list[tuple[Tensor, Tensor]] = []
         for key, tensor in own_tensors(module):
             entry = entries.get(prefix + key)

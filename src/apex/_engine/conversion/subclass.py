@@ -23,13 +23,11 @@ from torch.optim.swa_utils import AveragedModel
 from apex._core import dtypes, tree
 from apex._core.arguments import positional_names
 from apex._core.mixins import plain_class, swap_class, with_mixin
-from apex._engine import events
 from apex._engine.conversion import hints
 from apex._engine.conversion.casts import cast_parts, restore, undo_convert
 from apex._engine.conversion.copies import deepcopy_by_class, shallow_copy, snapshot
 from apex._engine.conversion.state import ModelState, state_of
 from apex._engine.masters import mark_zeros, without_grad
-from apex._engine.optimizer.prepared import forget_cleared
 from apex._engine.session import STATE
 from apex._torch import onnx
 from apex._torch.modules import named_parameters
@@ -100,7 +98,7 @@ class Converted(nn.Module):
             mark_zeros(filter(None, map(session.masters.pair_of, params)))
         else:
             params = without_grad(params)
-        forget_cleared(session, params)
+        session.forget_cleared(params)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickles as the plain model; see Note [Plain copies]."""
@@ -211,8 +209,8 @@ def _casting_forward(own: Any) -> Any:
             output = state.region.run_traced(run, cast_args, cast_kwargs)
             return end_call(state, output)
         with ExitStack() as call:
-            for observer in events.forward_begins:
-                observer(self, state, run, (args, kwargs), cast, call)
+            observer = state.session.observer
+            observer.forward_begins(self, state, run, (args, kwargs), cast, call)
             state.region.share_casts(call, self)
             state.region.enter(call, cast_args, cast_kwargs)
             try:

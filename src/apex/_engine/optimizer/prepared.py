@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
@@ -14,15 +14,16 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes
 from apex._core.param_groups import exchange, is_trained, move_state, params_of
-from apex._engine import events, masters
+from apex._engine import masters
 from apex._engine.autocast import ambient
 from apex._engine.masters import MasterPair
 from apex._engine.optimizer import block_step
 from apex._engine.optimizer.block_step import BlockStep
 from apex._engine.optimizer.fused import skips_in_kernel
-from apex._engine.scaler import OverflowFlag
+from apex._engine.scaler import OverflowFlag, Scaler
 from apex._engine.session import Session
 from apex._engine.stash import Stash
+from apex._torch import dtensor
 from apex._torch.autograd import backward_id
 from apex._torch.copies import capturing, moved
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
@@ -196,6 +197,11 @@ class PreparedOptimizer:
         """Ends the pass; one that failed may have continued a delayed one."""
         self.unfinished_pass = continued
 
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a backward pass is not finished."""
+        return self.unfinished_pass is not None
+
     # -- gradients ---------------------------------------------------------------------------
 
     @untraced
@@ -328,10 +334,9 @@ class PreparedOptimizer:
         self._check_captured()
         if not self.steps:
             self.session.check_shards()
-        for observer in events.step_begins:
-            observer(self)
+        self.session.observer.step_begins(self)
         if closure is None:
-            self._tell_use()
+            self.session.observer.gradients_used(self)
             self.finish_backward()
         else:  # its own pass may continue an unfinished one
             self._check_closure()
@@ -419,14 +424,10 @@ class PreparedOptimizer:
             masters.round_masters(self.pairs)
             loss = closure()
             self.update_masters_with_grads()
-            self._tell_use()
+            self.session.observer.gradients_used(self)
             return loss
 
         return evaluate
-
-    def _tell_use(self) -> None:
-        for observer in events.gradients_used:
-            observer(self)
 
     @untraced
     def note_grad_scaler(self) -> None:
@@ -486,15 +487,12 @@ class PreparedOptimizer:
         return self.overflow.is_raised()
 
 
-# -- all of a session ------------------------------------------------------------------------------
+# -- several optimizers ----------------------------------------------------------------------------
 
 
 def optimizers_of(session: Session) -> list[PreparedOptimizer]:
     """Returns the states of a session's live optimizers."""
-    members = [*session.members]
-    return [
-        member for member in members if isinstance(member, PreparedOptimizer) and member.is_live
-    ]
+    return [member for member in session.members if isinstance(member, PreparedOptimizer)]
 
 
 def with_sharers(prepared_optimizers: Sequence[PreparedOptimizer]) -> list[PreparedOptimizer]:
@@ -536,24 +534,27 @@ def reachable(
         for prepared in optimizers_of(other):
             trained = prepared.trained_params()
             stepped.update(map(id, trained))
-            is_free = prepared.unfinished_pass is None and prepared not in own
+            is_free = not prepared.is_in_pass and prepared not in own
             if is_free and other.shares_grads(trained):
                 lenders.append(prepared)
     return lenders, [param for key, param in unowned.items() if key not in stepped]
 
 
-def forget_cleared(session: Session, params: Iterable[Tensor]) -> None:
-    """Forgets what unfinished passes hold for parameters whose gradients were cleared."""
-    cleared = {*map(id, params)}
-    for prepared in optimizers_of(session):
-        prepared.forget_cleared(cleared)
+def unscale_grads(
+    prepared_optimizers: Sequence[PreparedOptimizer], scaler: Scaler, scale: Tensor | float
+) -> None:
+    """Unscales the gradients of a pass; those of parameters with a master become fp32."""
+    params = grads_of(prepared_optimizers)
+    scaler.unscale_(dtensor.values_of(params), scale)
+    if scaler.dynamic:  # all ranks that hold shards must step or skip together
+        dtensor.share_flag_(scaler.found_inf, params)
 
 
-def prepare_plain_pass(session: Session, model: nn.Module) -> None:
-    """Prepares the gradients of a converted model, at its forward, for a pass without a block."""
-    under_ddp = session.sums_in_16_bits
-    for prepared in optimizers_of(session):
-        # Blocks prepare the gradients themselves when they begin.
-        if prepared.unfinished_pass is not None or (under_ddp and prepared.had_block):
-            return
-    session.masters.prepare_plain_pass(model, under_ddp=under_ddp)
+def grads_of(prepared_optimizers: Sequence[PreparedOptimizer]) -> Collection[nn.Parameter]:
+    """Returns the parameters that optimizers train; those with a master get fp32 gradients."""
+    params: dict[int, nn.Parameter] = {}  # each once, as optimizers may share some
+    for prepared in prepared_optimizers:
+        masters.widen_grads(prepared.pairs)
+        for param in prepared.trained_params():
+            params[id(param)] = param
+    return params.values()

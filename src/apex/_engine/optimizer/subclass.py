@@ -15,9 +15,8 @@ from apex._core import tree
 from apex._core.mixins import plain_class, swap_class, with_mixin
 from apex._core.param_groups import dtypes_of, match_states, optimizers_in
 from apex._engine import masters
-from apex._engine.backward import unscale_grads
 from apex._engine.conversion.casts import convert_late
-from apex._engine.optimizer.prepared import PREPARED, PreparedOptimizer, forget_cleared
+from apex._engine.optimizer.prepared import PREPARED, PreparedOptimizer, unscale_grads
 from apex._engine.session import Session
 from apex._torch.dynamo import untraced, untraced_frame
 
@@ -95,7 +94,7 @@ class AmpOptimizer(Optimizer):
                 masters.mark_zeros(prepared.pairs)
             else:  # it may leave gradients for the next pass to add to
                 cleared = masters.without_grad(cleared)
-        forget_cleared(prepared.session, cleared)
+        prepared.session.forget_cleared(cleared)
 
     zero_grad.__signature__ = inspect.signature(Optimizer.zero_grad)  # type: ignore[attr-defined]
 

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._core.param_groups import params_of
-from apex._engine import events, masters
+from apex._engine import masters
 from apex._engine.autocast import ambient
 from apex._engine.optimizer.prepared import PREPARED
 from apex._engine.session import Session
@@ -25,7 +25,7 @@ from apex._torch.dynamo import untraced
 from apex._torch.modules import named_tensors
 
 
-def weights_of_models(session: Session, params: Iterable[Tensor]) -> Iterator[Tensor]:
+def _weights_of_models(session: Session, params: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yields those of some parameters that are 16-bit weights of a session's models."""
     weights: set[int] = set()
     for model in session.models:
@@ -70,12 +70,17 @@ class _Hooks:
         stepped = [*filter(None, map(masters.pair_of_master, params_of(optimizer)))]
         masters.round_masters(stepped)
         versions = self._versions.get(optimizer, {})
-        for observer in events.other_step:
-            observer(optimizer, versions)
-        # Fused kernels count no writes.
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)  # counts no writes
+        params = params_of(optimizer)
         for session in [*Session.live]:
-            for param in weights_of_models(session, params_of(optimizer)):
+            if not session.follows_other_steps:
+                continue
+            written: list[Tensor] = []
+            for param in _weights_of_models(session, params):
+                if is_fused or versions.get(id(param)) != param._version:
+                    written.append(param)
                 increment_version(param)
+            session.observer.other_step(params, written)
 
     def _end(self) -> None:
         if any(session.follows_other_steps for session in [*Session.live]):

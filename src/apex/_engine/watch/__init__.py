@@ -1,22 +1,63 @@
-"""Observers of the engine: what is said of mistakes in training loops, and of lost writes.
+"""What is said of mistakes in training loops, and of what 16 bits lose.
 
-Without this folder, and the line of :mod:`apex.amp` that imports it, amp computes the same numbers.
+Sessions have a :class:`Watch` as their observer. With a plain one, amp computes the same numbers.
 """
 
 from __future__ import annotations
 
-from apex._engine import events
-from apex._engine.watch import mistakes, writes
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any
 
-events.block_begins.append(mistakes.begin_block)
-events.pass_ends.append(mistakes.end_pass)
-events.block_ends.append(mistakes.end_block)
-events.step_begins.append(mistakes.inspect_weights)
-events.gradients_used.append(mistakes.inspect_gradients)
-events.other_step.append(mistakes.inspect_other_step)
-events.masters_read.append(mistakes.inspect_read)
-events.model_used.append(mistakes.use_model)
-events.model_used.append(writes.check_average)
-events.forward_begins.append(writes.watch_forward)
-events.loading.append(writes.note_load)
-events.converted.append(writes.log_lost)
+from torch import Tensor, nn
+
+from apex._core import tree
+from apex._engine.conversion.state import ModelState
+from apex._engine.watch.mistakes import Mistakes
+from apex._engine.watch.writes import Writes, log_lost
+
+
+class Watch(Mistakes):
+    """Warns of mistakes in the loop of one session, and of what its 16-bit models lose."""
+
+    def __init__(self) -> None:
+        """Starts without models."""
+        super().__init__()
+        self._writes = weakref.WeakKeyDictionary[ModelState, Writes]()
+
+    def _writes_of(self, state: ModelState) -> Writes:
+        writes = self._writes.get(state)
+        if writes is None:
+            writes = self._writes[state] = Writes()
+        return writes
+
+    def model_used(self, state: ModelState, reader: FrameType | None) -> None:
+        """Also logs the fix of torch's error about ``lerp_`` from 16-bit weights to a copy."""
+        super().model_used(state, reader)
+        if reader is not None and state.was_copied:
+            self._writes_of(state).check_average(reader)
+
+    def forward_begins(
+        self,
+        model: nn.Module,
+        state: ModelState,
+        forward: Callable[..., Any],
+        given: tree.Call,
+        cast: tree.Call,
+        until: ExitStack,
+    ) -> None:
+        """Watches what a forward pass of a 16-bit model loses."""
+        if state.plan.casts_down:
+            writes = self._writes_of(state)
+            if writes.left > 0:
+                until.enter_context(writes.watch(model, state, forward, given, cast))
+
+    def loading(self, state: ModelState) -> None:
+        """Starts anew: tensors that a load writes are neither averages nor counters."""
+        self._writes_of(state).note_load()
+
+    def converted(self, model: nn.Module, before: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Logs the buffers whose order rounding loses."""
+        log_lost(model, before)

@@ -16,20 +16,18 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
-from apex._core.param_groups import params_of
 from apex._engine.backward import BLOCK, BackwardPass
 from apex._engine.conversion.state import ModelState
+from apex._engine.observer import Observer
 from apex._engine.optimizer.prepared import PreparedOptimizer, optimizers_of
-from apex._engine.optimizer.unprepared import weights_of_models
 from apex._engine.scaler import Readback
 from apex._engine.session import Session
 from apex._engine.watch.lost_writes import WeightWatch
@@ -144,35 +142,40 @@ class Mistake(enum.Enum):
     )
 
 
-class Mistakes:
+class Mistakes(Observer):
     """The mistakes found in one session."""
 
     def __init__(self) -> None:
         """Starts without mistakes."""
         self._warned: set[Mistake] = set()
         # ``scale_loss`` blocks that are still to be inspected.
-        self.blocks_left = _INSPECTED_BLOCKS
+        self._blocks_left = _INSPECTED_BLOCKS
         # The inspection of the newest block.
-        self.inspection: BlockInspection | None = None
+        self._inspection: BlockInspection | None = None
         # Whether a backward pass has reached observed parameters.
-        self.has_plain_pass = False
+        self._has_plain_pass = False
         # Whether a step has found a gradient.
-        self.has_trained = False
+        self._has_trained = False
         # Flags on their way to the host: whether a step overwrote what a script wrote.
-        self.lost_writes: Readback[None] = Readback()
+        self._lost_writes: Readback[None] = Readback()
         # Comparisons of weights with their masters, by optimizer, until its next step.
-        self.watches = weakref.WeakKeyDictionary[PreparedOptimizer, WeightWatch]()
+        self._watches = weakref.WeakKeyDictionary[PreparedOptimizer, WeightWatch]()
         self._observes = False
         self._hooks: list[RemovableHandle] = []
 
-    @property
-    def has_blocks(self) -> bool:
-        """Whether the session has scaled a loss in a ``scale_loss`` block."""
-        return self.blocks_left < _INSPECTED_BLOCKS
+    # -- warnings ----------------------------------------------------------------------------
 
-    def observe(self, session: Session) -> None:
+    def warn(self, mistake: Mistake | None) -> None:
+        """Warns of a mistake, if there is one, at the user's line; once per session."""
+        if mistake is not None and mistake not in self._warned:
+            self._warned.add(mistake)
+            _warn_at_caller(mistake.value)
+
+    # -- passes without a block --------------------------------------------------------------
+
+    def _observe(self, session: Session) -> None:
         """Observes once whether a pass reaches fp16 parameters before any ``scale_loss`` block."""
-        if self._observes or self.has_blocks:
+        if self._observes or self._blocks_left < _INSPECTED_BLOCKS:
             return
         self._observes = True
         if session.has_scale and session.policy.low_precision is torch.float16:
@@ -182,36 +185,113 @@ class Mistakes:
 
     @untraced
     def _reach(self, _: Tensor) -> None:
-        self.has_plain_pass = True
+        self._has_plain_pass = True
 
     def stop_observing(self) -> None:
         """Removes the hooks; idempotent."""
-        self.has_plain_pass = False
+        self._has_plain_pass = False
         _remove(self._hooks)
 
-    def silence(self, mistake: Mistake) -> None:
-        """Warns no more of a mistake, which the script does not make."""
-        self._warned.add(mistake)
+    # -- blocks ------------------------------------------------------------------------------
 
-    def warn(self, mistake: Mistake | None) -> None:
-        """Warns of a mistake, if there is one, at the user's line; once per session."""
-        if mistake is not None and mistake not in self._warned:
-            self._warned.add(mistake)
-            warn_at_caller(mistake.value)
+    def block_begins(self, block: BackwardPass, scaled_loss: Tensor) -> None:
+        """Begins to inspect the block, if it is one of the first."""
+        self._inspection = None
+        if self._blocks_left:
+            self._blocks_left -= 1
+            if block.scaled:
+                self._inspection = BlockInspection(self, block, scaled_loss)
+
+    def pass_ends(self, block: BackwardPass) -> None:
+        """Inspects gradients before they are unscaled."""
+        if self._inspection is not None:
+            self._inspection.end()
+
+    def block_ends(self, block: BackwardPass) -> None:
+        """Warns of what was found in the block."""
+        if block.failed:
+            if block.continues_delayed:
+                self.warn(Mistake.FAILED_AFTER_DELAYED)
+        elif self._inspection is not None:
+            self.warn(self._inspection.found)
+
+    # -- steps -------------------------------------------------------------------------------
+
+    @untraced
+    def step_begins(self, prepared: PreparedOptimizer) -> None:
+        """Warns of writes that torch does not count, which the step overwrites, and GradScalers.
+
+        Compares weights at the first steps, and later at one in 32.
+        """
+        if prepared.asked_by_grad_scaler:
+            self._judge_grad_scaler(prepared.session)
+        turn, phase = divmod(prepared.steps, _INSPECTED_BLOCKS)
+        is_first = turn == 0
+        if not (prepared.pairs and (is_first or phase < 2)):
+            return
+        watch = self._watches.pop(prepared, None)
+        if watch is not None:
+            is_lost = watch.lost()
+            if is_lost is not None:
+                self._lost_writes.send(None, is_lost.float())
+        if is_first or phase == 0:
+            self._watches[prepared] = WeightWatch(prepared, phase if is_first else turn)
+        for _, (flag,) in self._lost_writes.poll():
+            if flag:
+                self.warn(Mistake.LOST_WRITE)
+
+    def _judge_grad_scaler(self, session: Session) -> None:
+        if session.has_scale and self._blocks_left < _INSPECTED_BLOCKS:
+            self.warn(Mistake.GRAD_SCALER)
+        else:  # the script does not need one
+            self._warned.add(Mistake.NO_SCALE_LOSS)
+
+    @untraced
+    def gradients_used(self, prepared: PreparedOptimizer) -> None:
+        """Warns of gradients that are not the step's, and of missing ones."""
+        opened = prepared.unfinished_pass
+        if not self._blocks_left or (opened is not None and opened.is_open):
+            return
+        if self._has_plain_pass:
+            self.stop_observing()
+            if not prepared.had_block:
+                self.warn(Mistake.NO_SCALE_LOSS)
+        self.warn(_find_mistake(prepared))
+        if not self._has_trained:
+            self._has_trained = prepared.has_grads() or not prepared.params()
+            # Not the first step: scripts call it once for a scheduler, or before a part trains.
+            is_second = prepared.steps == 1 and not prepared.stepping
+            if is_second and not self._has_trained:
+                self.warn(Mistake.STEP_BEFORE_BACKWARD)
+
+    def other_step(self, params: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        """Warns if scaled gradients were stepped, or 16-bit weights of a model."""
+        if Origin.OTHER in origins_of(params):
+            self.warn(Mistake.FORGOTTEN_OPTIMIZER)
+        if weights:
+            self.warn(Mistake.UNPREPARED_OPTIMIZER)
+
+    def masters_read(self, prepared: PreparedOptimizer, consumer: str) -> None:
+        """Warns if masters' gradients are read before the model's gradients are unscaled."""
+        opened = prepared.unfinished_pass
+        # While a pass runs, hooks may ask for the masters, for instance to step them.
+        if opened is None or not opened.scaled or backward_id() != -1:
+            return
+        if opened.is_open and prepared.pairs:
+            self.warn(Mistake.CLIPPED_INSIDE)
+        elif not opened.is_open and consumer == nn.utils.clip_grad.__file__:
+            self.warn(Mistake.CLIPPED_DELAYED)
+
+    # -- uses of a model ---------------------------------------------------------------------
+
+    def model_used(self, state: ModelState, reader: FrameType | None) -> None:
+        """Compares weights with their masters."""
+        self._observe(state.session)
+        for watch in self._watches.values():
+            watch.look()
 
 
-_mistakes = weakref.WeakKeyDictionary[Session, Mistakes]()
-
-
-def mistakes_of(session: Session) -> Mistakes:
-    """Returns the mistakes of a session."""
-    mistakes = _mistakes.get(session)
-    if mistakes is None:
-        mistakes = _mistakes[session] = Mistakes()
-    return mistakes
-
-
-def warn_at_caller(text: str) -> None:
+def _warn_at_caller(text: str) -> None:
     """Warns at the line of a script that called amp or torch."""
     frame: FrameType | None = sys._getframe()
     level = 1
@@ -242,15 +322,16 @@ class BlockInspection:
         found: The mistake in the block, to warn of once it has done its work.
     """
 
-    def __init__(self, block: BackwardPass, scaled_loss: Tensor) -> None:
+    def __init__(self, mistakes: Mistakes, block: BackwardPass, scaled_loss: Tensor) -> None:
         """Begins; ends with :meth:`end`.
 
         Args:
+            mistakes: The mistakes of the block's session.
             block: The block, whose earlier gradients are still in place.
             scaled_loss: Where the backward pass is to start.
         """
         self.found: Mistake | None = None
-        self._mistakes = mistakes_of(block.session)
+        self._mistakes = mistakes
         self._params: list[Tensor] = []
         self._others_reached: list[Tensor] = []
         self._may_change = any(map(_averages, block.prepared_optimizers))
@@ -262,7 +343,9 @@ class BlockInspection:
         self._mistakes.stop_observing()
         for prepared in block.prepared_optimizers:
             self._mistakes.warn(_find_mistake(prepared))
-            mistakes_of(prepared.session).stop_observing()
+            observer = prepared.session.observer  # of another session, perhaps
+            if isinstance(observer, Mistakes):
+                observer.stop_observing()
         if not scaled_loss.requires_grad:
             return
         scaled_loss.register_hook(self._begin_pass)  # type: ignore[no-untyped-call]
@@ -397,127 +480,3 @@ def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:
         return Mistake.FORGOTTEN_OPTIMIZER
     is_changed = origins == {Origin.CHANGED} and not _averages(prepared)
     return Mistake.CLIPPED_DELAYED if prepared.unfinished_pass is not None and is_changed else None
-
-
-# -- what the engine tells -------------------------------------------------------------------------
-
-
-def begin_block(block: BackwardPass, scaled_loss: Tensor) -> None:
-    """Begins to inspect a block, if it is one of the first."""
-    mistakes = mistakes_of(block.session)
-    mistakes.inspection = None
-    if mistakes.blocks_left:
-        mistakes.blocks_left -= 1
-        if block.scaled:
-            mistakes.inspection = BlockInspection(block, scaled_loss)
-
-
-def end_pass(block: BackwardPass) -> None:
-    """Inspects gradients before they are unscaled."""
-    inspection = mistakes_of(block.session).inspection
-    if inspection is not None:
-        inspection.end()
-
-
-def end_block(block: BackwardPass) -> None:
-    """Warns of what was found in a block, which has done its work."""
-    mistakes = mistakes_of(block.session)
-    inspection = mistakes.inspection
-    if block.failed:
-        if block.continues_delayed:
-            mistakes.warn(Mistake.FAILED_AFTER_DELAYED)
-    elif inspection is not None:
-        mistakes.warn(inspection.found)
-
-
-@untraced
-def inspect_gradients(prepared: PreparedOptimizer) -> None:
-    """Warns of gradients that are not the step's, and of missing ones."""
-    mistakes = mistakes_of(prepared.session)
-    if not mistakes.blocks_left:
-        return
-    if prepared.unfinished_pass is not None and prepared.unfinished_pass.is_open:
-        return
-    if mistakes.has_plain_pass:
-        mistakes.stop_observing()
-        if not prepared.had_block:
-            mistakes.warn(Mistake.NO_SCALE_LOSS)
-    mistakes.warn(_find_mistake(prepared))
-    if not mistakes.has_trained:
-        mistakes.has_trained = prepared.has_grads() or not prepared.params()
-        # Not the first step: scripts call it once for a scheduler, or before a part trains.
-        is_second = prepared.steps == 1 and not prepared.stepping
-        if is_second and not mistakes.has_trained:
-            mistakes.warn(Mistake.STEP_BEFORE_BACKWARD)
-
-
-@untraced
-def inspect_weights(prepared: PreparedOptimizer) -> None:
-    """Warns of writes that torch does not count, which a step overwrites, and of a GradScaler.
-
-    Compares weights at the first steps, and later at one in 32.
-    """
-    mistakes = mistakes_of(prepared.session)
-    if prepared.asked_by_grad_scaler:
-        _judge_grad_scaler(prepared.session, mistakes)
-    turn, phase = divmod(prepared.steps, _INSPECTED_BLOCKS)
-    is_first = turn == 0
-    if not (prepared.pairs and (is_first or phase < 2)):
-        return
-    watch = mistakes.watches.pop(prepared, None)
-    if watch is not None:
-        is_lost = watch.lost()
-        if is_lost is not None:
-            mistakes.lost_writes.send(None, is_lost.float())
-    if is_first or phase == 0:
-        mistakes.watches[prepared] = WeightWatch(prepared, phase if is_first else turn)
-    for _, (flag,) in mistakes.lost_writes.poll():
-        if flag:
-            mistakes.warn(Mistake.LOST_WRITE)
-
-
-def _judge_grad_scaler(session: Session, mistakes: Mistakes) -> None:
-    if session.has_scale and mistakes.has_blocks:
-        mistakes.warn(Mistake.GRAD_SCALER)
-    else:
-        mistakes.silence(Mistake.NO_SCALE_LOSS)
-
-
-def use_model(state: ModelState, _: object) -> None:
-    """Compares weights with their masters where a model is used."""
-    mistakes = mistakes_of(state.session)
-    mistakes.observe(state.session)
-    for watch in mistakes.watches.values():
-        watch.look()
-
-
-def inspect_other_step(optimizer: Any, versions: Mapping[int, int]) -> None:
-    """Warns if an optimizer has stepped with scaled gradients, or 16-bit weights of a model.
-
-    ``versions`` are from before the step, by ``id`` of the parameter.
-    """
-    params = params_of(optimizer)
-    is_forgotten = Origin.OTHER in origins_of(params)
-    is_fused = any(group.get("fused") for group in optimizer.param_groups)  # counts no writes
-    for session in [*Session.live]:
-        if is_forgotten and session.follows_other_steps:
-            mistakes_of(session).warn(Mistake.FORGOTTEN_OPTIMIZER)
-        for param in weights_of_models(session, params):
-            if is_fused or versions.get(id(param)) != param._version:
-                mistakes_of(session).warn(Mistake.UNPREPARED_OPTIMIZER)
-
-
-def inspect_read(prepared: PreparedOptimizer, consumer: str) -> None:
-    """Warns if masters' gradients are read before the model's gradients are unscaled.
-
-    ``consumer`` is the file of the code that iterates over the masters.
-    """
-    opened = prepared.unfinished_pass
-    # While a pass runs, hooks may ask for the masters, for instance to step them.
-    if opened is None or not opened.scaled or backward_id() != -1:
-        return
-    mistakes = mistakes_of(prepared.session)
-    if opened.is_open and prepared.pairs:
-        mistakes.warn(Mistake.CLIPPED_INSIDE)
-    elif not opened.is_open and consumer == nn.utils.clip_grad.__file__:
-        mistakes.warn(Mistake.CLIPPED_DELAYED)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
@@ -96,37 +94,6 @@ def _fp32_options(model: nn.Module, names: Sequence[str]) -> str:
 
 
 # -- what forward passes lose ----------------------------------------------------------------------
-
-
-_writes = weakref.WeakKeyDictionary[ModelState, "Writes"]()
-"""By the state of a 16-bit model."""
-
-
-def watch_forward(
-    model: nn.Module,
-    state: ModelState,
-    forward: Callable[..., Any],
-    given: tree.Call,
-    cast: tree.Call,
-    until: ExitStack,
-) -> None:
-    """Watches a forward pass of a 16-bit model, until ``until`` closes."""
-    if state.plan.casts_down:
-        writes = _writes.setdefault(state, Writes())
-        if writes.left > 0:
-            until.enter_context(writes.watch(model, state, forward, given, cast))
-
-
-def note_load(state: ModelState) -> None:
-    """Starts anew: tensors that a load writes are neither averages nor counters."""
-    if state in _writes:
-        _writes[state].note_load()
-
-
-def check_average(state: ModelState, reader: FrameType | None) -> None:
-    """Logs the fix of torch's error about ``lerp_`` from 16-bit weights to an fp32 copy."""
-    if reader is not None and state.was_copied:
-        _writes.setdefault(state, Writes()).check_average(reader)
 
 
 class Writes:
