@@ -5,3 +5,6 @@ VERSION = "0.2.0"
 
 ADDRESS = "https://github.com/apex-amp/apex-amp"
 """The repository, without a slash at the end."""
+
+TRACE = "`python -m apex trace train.py` runs the script again and names the operator at fault"
+"""The advice in warnings of inf and NaN."""

@@ -173,6 +173,11 @@ class Scaler:
         self._steps = 0
         self.set_scale(loss_scale)
 
+    def use_for(self, loss_id: int, own_update: Callable[[], object] | None = None) -> None:
+        """Uses the scale for a loss; a script may replace a dynamic one's update."""
+        self.loss_id = loss_id
+        self.own_update = own_update
+
     # -- one backward pass -------------------------------------------------------------------
 
     def scale(self, loss: Tensor) -> tuple[Tensor, Tensor | float]:

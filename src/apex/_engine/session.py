@@ -19,7 +19,7 @@ from apex._engine.autocast.region import AmbientRegion, AutocastRegion, LowPreci
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.masters import MasterTable
 from apex._engine.observer import Observer
-from apex._engine.scaler import Readback, scaler_for
+from apex._engine.scaler import scaler_for
 from apex._engine.wrappers import Wrapper
 from apex._engine.wrappers.ddp import DDPWrappers
 from apex._engine.wrappers.fsdp import Shards
@@ -125,10 +125,6 @@ class Session:
         self.wrappers: list[Wrapper] = []
         # Another thread may be about to step what a pass in this one could reach.
         self.thread = threading.get_ident()
-        # Losses with a static scale on their way to the host, which are checked for inf and NaN.
-        # None once one was found: the warning is logged once.
-        self.losses: Readback[int] | None = Readback()
-        self.losses_given = 0  # only a sample of them is copied
         self.live[self] = None
 
     # -- members -----------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from apex._engine.optimizer.subclass import prepare_optimizer, prepared_state
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.session import Session
 from apex._torch.dynamo import untraced, untraced_frame
-from apex.amp import report
 from apex.amp._amp_state import AmpState, _amp_state
 from apex.amp.optimizers import unwrap, unwrapped
 from apex.amp.scaler import LossScaler as LossScaler  # scripts import it from here
@@ -87,8 +86,6 @@ def scale_loss(
         return nullcontext(loss)
     arguments.loss("amp.scale_loss", loss)
     scaler = _scaler(session, loss_id)
-    if not scaler.dynamic:
-        report.nonfinite_loss(session, scaler.loss_id, loss)
     return BackwardPass(
         session,
         loss,
@@ -242,7 +239,7 @@ class OptimWrapper:
                 "num_loss=... to handle.wrap_optimizer, one for each loss."
             )
         scaler = self._loss_scaler[self._loss_index]
-        scaler.loss_id = self._loss_index
+        scaler.use_for(self._loss_index)
         block = self._handle._backward_pass("optimizer.scale_loss", loss, self._optimizer, scaler)
         self._loss_index += 1
         return block
@@ -325,6 +322,6 @@ def _scaler(session: Session, loss_id: int) -> Scaler:
             f"losses from 0, and pass num_losses={max(loss_id + 1, -loss_id)} to amp.initialize."
         )
     scaler = session.scalers[loss_id]
-    scaler.loss_id = loss_id % count  # scripts may have exchanged scalers
-    scaler.own_update = own_update(scaler) if scaler.dynamic else None
+    # Scripts may have exchanged scalers.
+    scaler.use_for(loss_id % count, own_update(scaler) if scaler.dynamic else None)
     return scaler

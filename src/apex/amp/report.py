@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core.param_groups import params_of
+from apex._core.project import TRACE
 from apex._engine.backward import BackwardPass
 from apex._engine.masters import pair_of_master
 from apex._engine.optimizer.prepared import optimizers_of
@@ -38,9 +38,6 @@ def _emits(record: logging.LogRecord) -> bool:
 
 # Every rank logs the same messages, so only rank 0 emits them, except messages about one rank.
 _log.addFilter(_emits)
-
-
-_TRACE = "`python -m apex trace train.py` runs the script again and names the operator at fault"
 
 
 def start_up(defaults: Properties, properties: Properties) -> None:
@@ -79,30 +76,9 @@ def overflow(ended: BackwardPass) -> None:
                 f"amp has skipped {update.skipped_in_row} steps in a row for loss {loss_id}; "
                 f"its scale is down to {update.loss_scale:g} and the model is not training. "
                 f"{_summary(ended.session)} No scale mends a NaN; an inf exceeds the range at any "
-                f"scale. {_TRACE}; a bf16 level ('O4', 'O5') has fp32's range.",
+                f"scale. {TRACE}; a bf16 level ('O4', 'O5') has fp32's range.",
                 stacklevel=6,
             )
-
-
-def nonfinite_loss(session: Session, loss_id: int, loss: Tensor) -> None:
-    """Logs once that a loss with a static scale is inf or NaN; does not wait for the device.
-
-    Looks at the first 32, and then at one in 32: once the weights are NaN, each loss is.
-    """
-    if session.losses is None or type(loss) is not Tensor or loss.is_meta or not loss.numel():
-        return
-    session.losses_given += 1
-    if session.losses_given > 32 and session.losses_given % 32:
-        return
-    value = loss.detach() if loss.numel() == 1 else loss.detach().abs().max()
-    session.losses.send(loss_id, value.reshape(1))
-    if not all(math.isfinite(value) for _, (value,) in session.losses.poll()):
-        session.losses = None
-        _log.warning(
-            f"Loss {loss_id} is inf or NaN. Its scale is static, so no step is skipped, and the "
-            f"weights become NaN. {_TRACE}.",
-            extra={"any_rank": True},
-        )
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,10 @@ def new_session(
     spec = None
     if dtype is not None:
         spec = AutocastSpec(dtype, device_types(models), table or lists.op_table(dtype))
-        _amp_state.functions.listed = lists.python_functions()
+        functions = lists.python_functions()
+        if made_by == "init":  # as in the original, ``x.cpu()`` is fp32
+            functions.append((torch.Tensor, "cpu", "float"))
+        _amp_state.functions.list_only(functions)
     return Session(
         policy,
         num_losses=num_losses,
@@ -55,10 +58,7 @@ def new_session(
 def start_init_session(
     loss_scale: float | str, dtype: torch.dtype = torch.float16, *, allow_banned: bool = False
 ) -> Session:
-    """Starts the session of ``amp.init``, which has no models and casts in this thread.
-
-    As in the original, ``x.cpu()`` is fp32.
-    """
+    """Starts the session of ``amp.init``, which has no models and casts in this thread."""
     properties = level_defaults("O1" if dtype is torch.float16 else "O4")
     properties.loss_scale = as_loss_scale("loss_scale", loss_scale)
     table = lists.op_table(dtype)
@@ -67,7 +67,6 @@ def start_init_session(
     session = new_session(
         to_policy(properties), ScaleRule(max_scale=2.0**24), made_by="init", table=table
     )
-    _amp_state.functions.listed.append((torch.Tensor, "cpu", "float"))
     begin(session)
     if isinstance(session.region, AutocastRegion):
         session.region.cast_all()  # it has no models, in whose forward passes torch's share casts

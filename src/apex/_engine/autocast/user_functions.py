@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -77,14 +77,11 @@ _Function = tuple[Any, str, Kind]
 
 
 class UserRegistry:
-    """Registered functions of other modules, replaced by cast versions while a session is alive.
-
-    Attributes:
-        listed: Further functions that the next ``apply`` replaces.
-    """
+    """Registered functions of other modules, replaced by cast versions while a session is alive."""
 
     def __init__(self) -> None:
-        self.listed: list[_Function] = []
+        # Further functions that the next ``apply`` replaces.
+        self._listed: list[_Function] = []
         # Reentrant, because a session may end in a garbage collection of the thread that holds it.
         self._lock = threading.RLock()
         self._registered: list[_Function] = []
@@ -113,12 +110,16 @@ class UserRegistry:
                 self._replace(module, name, kind)
             self._registered.append((module, name, kind))
 
+    def list_only(self, functions: Iterable[_Function]) -> None:
+        """Sets the further functions that the next ``apply`` replaces."""
+        self._listed = [*functions]
+
     def apply(self) -> None:
         """Replaces the registered and listed functions until the ``undo`` that belongs to it."""
         with self._lock:
             self._sessions += 1
             try:
-                for function in (*self._registered, *self.listed):
+                for function in (*self._registered, *self._listed):
                     self._replace(*function)
             except BaseException:
                 self.undo()

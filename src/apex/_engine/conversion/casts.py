@@ -39,7 +39,7 @@ def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
         in_fp32 = outermost.get(module, False)
         hooks = state.attach(module, in_fp32=in_fp32)
         if hooks:
-            state.handles += [*hooks, PlainCopies(module, state.session.masters, hooks)]
+            state.keep([*hooks, PlainCopies(module, state.session.masters, hooks)])
 
 
 def make_masters(
@@ -139,8 +139,6 @@ def undo_convert(model: nn.Module) -> None:
     """
     state: ModelState = model.__dict__.pop(STATE)
     swap_class(model, plain_class(type(model)))
-    while state.handles:
-        handle = state.handles.pop()
-        handle.remove()
+    state.remove_handles()
     if state.inner_forward is not None:
         model.__dict__.setdefault("forward", state.inner_forward)

@@ -8,7 +8,7 @@ module, a parent or a wrapper is called.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from types import FrameType
 from typing import Any, Protocol
 
@@ -55,8 +55,8 @@ class ModelState:
         self.uncast: tuple[int | str, ...] = ()
         # Whether the model was deep-copied, perhaps for an average.
         self.was_copied = False
-        # What to remove at the end.
-        self.handles: list[Removable] = []
+        # What conversion has added, newest last, to remove at the end.
+        self._handles: list[Removable] = []
         # A region in place of the session's.
         self._region: Region | None = None
         # By ``id`` of a tensor: its entry in the state dict that is being made.
@@ -66,6 +66,21 @@ class ModelState:
     def region(self) -> Region:
         """Runs the model's own forward."""
         return self._region or self.session.region
+
+    def set_forward(self, inner: Callable[..., Any] | None, uncast: tuple[int | str, ...]) -> None:
+        """Sets what the model's call runs, and the arguments that it does not cast."""
+        self.inner_forward = inner
+        self.uncast = uncast
+
+    def keep(self, handles: Iterable[Removable]) -> None:
+        """Keeps handles until the model is plain."""
+        self._handles += handles
+
+    def remove_handles(self) -> None:
+        """Removes what conversion has added."""
+        while self._handles:
+            handle = self._handles.pop()
+            handle.remove()
 
     def run_in(self, region: Region | None) -> None:
         """Runs the model's own forward in a region in place of the session's."""

@@ -269,13 +269,13 @@ def set_state(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     # replace ``forward`` for a while leave the class's own there.
     inner = model.__dict__.pop("forward", state.inner_forward)
     class_forward = type.__getattribute__(generated, "forward")  # past the metaclass
-    is_class_own = getattr(inner, "__func__", None) is class_forward
-    state.inner_forward = None if is_class_own else inner
+    if getattr(inner, "__func__", None) is class_forward:
+        inner = None
     # The script may pass an argument by name or by position.
     kept = state.plan.fp32_inputs
-    by_position = positional_names(state.inner_forward or model.forward)
+    by_position = positional_names(inner or model.forward)
     positions = [at for at, name in enumerate(by_position) if name in kept]
-    state.uncast = (*kept, *positions)
+    state.set_forward(inner, (*kept, *positions))
     cast_parts(model, state, undo)
 
 

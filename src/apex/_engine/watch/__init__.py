@@ -14,7 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from apex._core import tree
+from apex._engine.backward import BackwardPass
 from apex._engine.conversion.state import ModelState
+from apex._engine.watch.losses import Losses
 from apex._engine.watch.mistakes import Mistakes
 from apex._engine.watch.writes import Writes, log_lost
 
@@ -25,6 +27,7 @@ class Watch(Mistakes):
     def __init__(self) -> None:
         """Starts without models."""
         super().__init__()
+        self._losses = Losses()
         self._writes = weakref.WeakKeyDictionary[ModelState, Writes]()
 
     def _writes_of(self, state: ModelState) -> Writes:
@@ -32,6 +35,12 @@ class Watch(Mistakes):
         if writes is None:
             writes = self._writes[state] = Writes()
         return writes
+
+    def block_begins(self, block: BackwardPass, scaled_loss: Tensor) -> None:
+        """Also checks a loss with a static scale."""
+        super().block_begins(block, scaled_loss)
+        if not block.scaler.dynamic:
+            self._losses.check(block.scaler.loss_id, block.loss)
 
     def model_used(self, state: ModelState, reader: FrameType | None) -> None:
         """Also logs the fix of torch's error about ``lerp_`` from 16-bit weights to a copy."""
