@@ -57,7 +57,7 @@ def test_without_the_watchers_amp_trains_the_same_numbers(tmp_path):
     assert text.count("Watch") == 2  # its import and its use are all that there is
     text = text.replace("_engine.watch import Watch", "_engine.observer import Observer as Watch")
     maker.write_text(text)
-    names = "-Adam-plain"
+    names = "Adam and plain and not fused"
     code = (
         "import sys, pytest, apex.amp\n"
         f"assert apex.amp.__file__.startswith({str(tmp_path)!r})\n"

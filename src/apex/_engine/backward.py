@@ -342,7 +342,7 @@ class BackwardPass:
         for prepared in self.prepared_optimizers:
             prepared.give_back()
         if scaler.dynamic:
-            scaler.await_update(prepared.overflow for prepared in self.prepared_optimizers)
+            scaler.await_update([prepared.overflow for prepared in self.prepared_optimizers])
         if not self._delay_overflow_check:
             self.updates = scaler.end_pass(len(self.prepared_optimizers))
 

@@ -296,7 +296,10 @@ def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool 
     An element that rounds to the model's keeps its low bits. Reads nothing on the host, and never
     writes to the model: autograd may have saved its weights for the backward pass.
 
-    Before a step, marks all masters as written: torch's fused kernels count no writes.
+    Args:
+        pairs: The parameters and masters.
+        before_step: Whether a step follows. Before the first one of several ranks, masters lose the
+            low bits from before conversion.
     """
     any_moved = False
     trained = MasterState.TRAINED  # each look-up of an Enum's member takes 0.1 us
@@ -314,9 +317,13 @@ def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool 
                 pair._storage = model.detach()
                 if pair.master._version == pair._master_version:
                     _update_master(pair, before_step=before_step)
-            if before_step:
-                pair._master_version = _WRITTEN
     return any_moved
+
+
+def expect_writes(pairs: Iterable[MasterPair]) -> None:
+    """Counts masters as written: torch's fused kernels, which a step may run, count no writes."""
+    for pair in pairs:
+        pair._master_version = _WRITTEN
 
 
 def _move_master(pair: MasterPair) -> None:

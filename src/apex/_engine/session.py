@@ -36,11 +36,6 @@ class Member(Protocol):
     """The state of an optimizer, as its session and models know it."""
 
     @property
-    def is_live(self) -> bool:
-        """Whether the optimizer exists and is prepared."""
-        ...
-
-    @property
     def is_in_pass(self) -> bool:
         """Whether a backward pass is not finished."""
         ...
@@ -143,8 +138,8 @@ class Session:
 
     @property
     def members(self) -> list[Member]:
-        """The states of the live optimizers."""
-        return [member for member in [*self._members] if member.is_live]
+        """The states of optimizers, which may be plain again."""
+        return [*self._members]
 
     def add_member(self, member: Member) -> None:
         """Adds the state of an optimizer."""

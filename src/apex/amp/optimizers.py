@@ -121,7 +121,8 @@ class AmpStash:
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
         """Parameters that the optimizer steps directly, without masters."""
-        return list(self._prepared.direct_params())
+        with_pair = {id(pair.master) for pair in self._prepared.pairs}
+        return [param for param in self._prepared.params() if id(param) not in with_pair]
 
     @property
     def all_fp32_params(self) -> list[Tensor]:

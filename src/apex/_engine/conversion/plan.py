@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -51,7 +52,7 @@ class ModelPlan:
     fp32_inputs: tuple[str, ...] = ()
     fp32_buffers: tuple[str, ...] = ()
 
-    @property
+    @functools.cached_property
     def casts_down(self) -> bool:
         """Whether parameters are cast to a 16-bit type."""
         return self.param_dtype in dtypes.LOW_PRECISION

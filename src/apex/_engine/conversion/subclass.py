@@ -208,18 +208,19 @@ def _casting_forward(own: Any) -> Any:
         if _is_compiling():
             output = state.region.run_traced(run, cast_args, cast_kwargs)
             return end_call(state, output)
+        region = state.region
         with ExitStack() as call:
             observer = state.session.observer
             observer.forward_begins(self, state, run, (args, kwargs), cast, call)
-            state.region.share_casts(call, self)
-            state.region.enter(call, cast_args, cast_kwargs)
+            region.share_casts(call, self)
+            region.enter(call, cast_args, cast_kwargs)
             try:
                 output = run(*cast_args, **cast_kwargs)
             except RuntimeError as error:
                 state.session.check_shards()
                 hints.explain(self, state.plan, error)
                 raise
-            state.region.await_backward(output)
+            region.await_backward(output)
         return end_call(state, output)
 
     function = inspect.getattr_static(own, "forward")

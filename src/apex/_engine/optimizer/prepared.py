@@ -119,13 +119,9 @@ class PreparedOptimizer:
         return optimizer is not None and vars(optimizer).get(PREPARED) is self
 
     def params(self) -> list[nn.Parameter]:
-        """Returns every parameter that the optimizer steps, masters included."""
-        return params_of(self.optimizer)
-
-    def direct_params(self) -> list[nn.Parameter]:
-        """Returns the parameters that are stepped without a master."""
-        with_pair = {id(pair.master) for pair in self.pairs}
-        return [param for param in self.params() if id(param) not in with_pair]
+        """Returns every parameter that the optimizer steps, masters included; none once deleted."""
+        optimizer = self._optimizer()
+        return [] if optimizer is None else params_of(optimizer)
 
     def low_params(self) -> list[nn.Parameter]:
         """Returns the 16-bit parameters in the groups."""
@@ -133,10 +129,10 @@ class PreparedOptimizer:
 
     def trained_params(self) -> list[nn.Parameter]:
         """Returns the models' parameters that the optimizer trains, with or without a master."""
-        trained: list[nn.Parameter] = []
-        for param in self.params():
-            model = param._apex_model if type(param) is masters.Master else None
-            trained.append(param if model is None else model)
+        trained = self.params()
+        for index, param in enumerate(trained):
+            if type(param) is masters.Master and param._apex_model is not None:
+                trained[index] = param._apex_model
         return trained
 
     def check_new_params(self, new: Sequence[nn.Parameter]) -> None:
@@ -160,9 +156,12 @@ class PreparedOptimizer:
         """
         if not self.session.policy.master_weights:
             return False
+        low_params = self.low_params()
+        if not low_params:
+            return False
         created: dict[int, MasterPair] = {}
         with without_overrides():
-            for param in self.low_params():
+            for param in low_params:
                 if is_trained(param) or param in self.optimizer.state:
                     created[id(param)] = self.masters.create(param, self)
         if not created:
@@ -342,6 +341,7 @@ class PreparedOptimizer:
             self._check_closure()
         self.settle_overflow(takes=True)
         self.update_masters(before_step=True)
+        masters.expect_writes(self.pairs)
         uncast = ambient.UncastBlock()
         overrides: AbstractContextManager[Any] = nullcontext()
         blocks: BlockStep | None = None
@@ -492,7 +492,7 @@ class PreparedOptimizer:
 
 def optimizers_of(session: Session) -> list[PreparedOptimizer]:
     """Returns the states of a session's live optimizers."""
-    return [member for member in session.members if isinstance(member, PreparedOptimizer)]
+    return [m for m in session.members if isinstance(m, PreparedOptimizer) and m.is_live]
 
 
 def with_sharers(prepared_optimizers: Sequence[PreparedOptimizer]) -> list[PreparedOptimizer]:
@@ -523,21 +523,23 @@ def reachable(
     parameters that no optimizer steps. Sessions of other threads are left alone.
     """
     lenders: list[PreparedOptimizer] = []
-    unowned: dict[int, nn.Parameter] = {}
+    others: dict[int, nn.Parameter] = {}
     stepped: set[int] = set()
     for other in [*Session.live]:
         if other is not session and other.thread != session.thread:
             continue
         for model in other.models:
             for _, param in named_parameters(model):
-                unowned[id(param)] = param
+                others[id(param)] = param
         for prepared in optimizers_of(other):
             trained = prepared.trained_params()
             stepped.update(map(id, trained))
             is_free = not prepared.is_in_pass and prepared not in own
             if is_free and other.shares_grads(trained):
                 lenders.append(prepared)
-    return lenders, [param for key, param in unowned.items() if key not in stepped]
+    for key in stepped:
+        others.pop(key, None)
+    return lenders, [*others.values()]
 
 
 def unscale_grads(
