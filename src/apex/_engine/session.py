@@ -18,7 +18,7 @@ from apex._core.param_groups import dtypes_of, is_trained, match_states
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine.autocast.ambient import end_stale_casts
-from apex._engine.autocast.region import AmbientRegion, AutocastRegion, LowPrecisionRegion, Region
+from apex._engine.autocast.region import AmbientRegion, AutocastRegion, Region
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
 from apex._engine.conversion import casts, notes, state
@@ -86,8 +86,6 @@ class Session:
         self.region: Region = Region()
         if spec is not None:
             self.region = AutocastRegion(spec)
-        elif policy.low_precision is not None:
-            self.region = LowPrecisionRegion()
         self.spec = spec
         self._functions = functions
         self.report_overflow = report_overflow

@@ -20,11 +20,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from apex._core.op_table import AutocastSpec
@@ -32,7 +32,7 @@ from apex._core.tree import Args, Call, Kwargs
 from apex._engine.autocast import kernels
 from apex._engine.autocast.weights import shared
 from apex._torch.autograd import autocast_depth, backward_id
-from apex._torch.dispatcher import AUTOCAST_KEYS
+from apex._torch.dispatcher import AUTOCAST_KEYS, weight_cache_is_safe
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
 
 OFF = torch.float32
@@ -52,22 +52,90 @@ def devices_on() -> list[str]:
     return [*filter(torch.is_autocast_enabled, AUTOCAST_KEYS)]
 
 
-class UncastBlock:
-    """A block without casts in this thread, which dynamo does not trace."""
+def _states_of(devices: Iterable[str]) -> dict[str, State]:
+    states = {}
+    for device in devices:
+        states[device] = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return states
 
-    devices = staticmethod(devices_on)
-    """Returns the device types whose casts are turned off."""
+
+def _set_states(states: Mapping[str, State]) -> None:
+    for device, (enabled, dtype) in states.items():
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+class Casts:
+    """A block with casts to a dtype, or without casts, in this thread; dynamo does not trace it.
+
+    A ``torch.autocast`` block would take 10 us longer, and end the sharing of casts.
+    """
+
+    def __init__(self, devices: Iterable[str], dtype: torch.dtype | None = None) -> None:
+        """Chooses the casts of some device types; a dtype of None turns them off."""
+        self._inside: dict[str, State] = {}
+        for device in devices:
+            self._inside[device] = dtype is not None, dtype or torch.get_autocast_dtype(device)
+        self._outside: dict[str, State] = {}
 
     @untraced
     def __enter__(self) -> None:
-        self._on = self.devices()
-        for device in self._on:
-            torch.set_autocast_enabled(device, False)
+        self._outside = _states_of(self._inside)
+        _set_states(self._inside)
 
     @untraced
     def __exit__(self, *error: object) -> None:
-        for device in self._on:
-            torch.set_autocast_enabled(device, True)
+        _set_states(self._outside)
+
+
+class ForwardCasts(Casts):
+    """The casts of a forward pass, at an autocast nesting level of its own.
+
+    The outermost one shares casts of weights; see Note [Shared casts].
+    """
+
+    def __init__(self, model: nn.Module, devices: Sequence[str], dtype: torch.dtype) -> None:
+        """Chooses the casts of ``model``, the first device type of which is the one it is on."""
+        super().__init__(devices, dtype)
+        self._model = model
+        self._device = torch.device(devices[0])
+        self._dtype = dtype
+
+    @untraced
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._depth = _here.depth
+        self._caches = torch.is_autocast_cache_enabled()
+        _here.depth = torch.autocast_increment_nesting()
+        torch.set_autocast_cache_enabled(weight_cache_is_safe)
+        self._shares = False
+        if self._depth == 0:
+            self._shares = shared.begin_forward(self._model, self._device, self._dtype)
+
+    def await_backward(self, output: Any) -> None:
+        """Keeps shared casts until the backward pass of the forward's output."""
+        if self._shares:
+            shared.await_backward(output)
+
+    @untraced
+    def __exit__(self, *error: object) -> None:
+        if self._depth == 0:
+            shared.end_forward()
+        torch.set_autocast_cache_enabled(self._caches)
+        torch.autocast_decrement_nesting()
+        _here.depth = self._depth
+        super().__exit__()
+
+
+class UncastBlock(Casts):
+    """A step or a backward pass without casts, after which none are shared."""
+
+    def __init__(self) -> None:
+        super().__init__(devices_on())
+
+    @untraced
+    def __exit__(self, *error: object) -> None:
+        super().__exit__()
         shared.drop()  # a step has changed weights, perhaps inside a forward
 
     def with_casts(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -113,9 +181,7 @@ class _Thread(threading.local):
 
     def set_states(self) -> None:
         """Sets autocast's state by the sessions, outside of blocks."""
-        for device, (enabled, dtype) in self.states().items():
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)
+        _set_states(self.states())
         # No weight cache outside of regions, where changes of weights go unnoticed.
         torch.set_autocast_cache_enabled(self.cache and not self.sessions)
 
@@ -129,9 +195,7 @@ def begin_casts(token: object) -> None:
     if autocast_depth() > 0:
         return
     if not _here.sessions:
-        for device in AUTOCAST_KEYS:
-            state = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-            _here.before[device] = state
+        _here.before = _states_of(AUTOCAST_KEYS)
         _here.cache = torch.is_autocast_cache_enabled()
     _here.sessions[token] = kernels.live[token]
     _here.set_states()
@@ -178,17 +242,6 @@ if sys.platform != "win32":
     os.register_at_fork(after_in_child=_end_in_fork)
 
 
-def begin_run(until: ExitStack) -> None:
-    """Records until ``until`` closes that the innermost block now is a region's, not a script's."""
-    until.callback(setattr, _here, "depth", _here.depth)
-    _here.depth = autocast_depth()
-
-
-def is_in_run() -> bool:
-    """Returns whether a region runs in this thread, perhaps with blocks of the script inside."""
-    return _here.depth > 0
-
-
 def devices_of_sessions() -> list[str]:
     """Returns the device types with casts of a session; none inside a block of the script."""
     return devices_on() if autocast_depth() == _here.depth else []
@@ -200,9 +253,8 @@ def devices_of_sessions() -> list[str]:
 class _UncastStep(UncastBlock):
     """A step without casts of sessions; its closure keeps them."""
 
-    devices = staticmethod(devices_of_sessions)
-
     def __init__(self, optimizer: Optimizer) -> None:
+        Casts.__init__(self, devices_of_sessions())
         self.optimizer = optimizer
 
     def __enter__(self) -> None:
@@ -232,6 +284,8 @@ def end_step(optimizer: Optimizer) -> None:
     """Ends the innermost step of ``optimizer``, and the steps inside it that raised."""
     if optimizer not in [step.optimizer for step in _here.steps]:
         return  # an amp call inside the step has ended it
-    while _here.steps[-1].optimizer is not optimizer:
-        _here.steps[-1].__exit__()
-    _here.steps[-1].__exit__()
+    has_ended = False
+    while not has_ended:
+        step = _here.steps[-1]
+        step.__exit__()
+        has_ended = step.optimizer is optimizer

@@ -204,23 +204,19 @@ def _casting_forward(own: Any) -> Any:
         cast = begin_call(self, state, args, kwargs)
         cast_args, cast_kwargs = cast
         if _is_compiling():
-            output = state.region.run_traced(run, cast_args, cast_kwargs)
-            return end_call(state, output)
+            return end_call(state, state.region.run(self, run, cast_args, cast_kwargs))
         with ExitStack() as call:
             writes = state.link.writes
             if state.plan.casts_down and writes.left > 0:
                 given = args, kwargs
                 watch = writes.watch(self, state.link.masters, run, given, cast)
                 call.enter_context(watch)
-            state.region.share_casts(call, self)
-            state.region.enter(call, cast_args, cast_kwargs)
             try:
-                output = run(*cast_args, **cast_kwargs)
+                output = state.region.run(self, run, cast_args, cast_kwargs)
             except RuntimeError as error:
                 state.link.session.check_shards()
                 notes.explain(self, state.plan, error)
                 raise
-            state.region.await_backward(output)
         return end_call(state, output)
 
     function = inspect.getattr_static(own, "forward")
