@@ -73,19 +73,20 @@ class Casts:
 
     def __init__(self, devices: Iterable[str], dtype: torch.dtype | None = None) -> None:
         """Chooses the casts of some device types; a dtype of None turns them off."""
-        self._inside: dict[str, State] = {}
-        for device in devices:
-            self._inside[device] = dtype is not None, dtype or torch.get_autocast_dtype(device)
-        self._outside: dict[str, State] = {}
+        self._devices = devices
+        self._dtype = dtype
 
     @untraced
     def __enter__(self) -> None:
-        self._outside = _states_of(self._inside)
-        _set_states(self._inside)
+        self._before = _states_of(self._devices)
+        for device in self._devices:
+            torch.set_autocast_enabled(device, self._dtype is not None)
+            if self._dtype is not None:
+                torch.set_autocast_dtype(device, self._dtype)
 
     @untraced
     def __exit__(self, *error: object) -> None:
-        _set_states(self._outside)
+        _set_states(self._before)
 
 
 class ForwardCasts(Casts):
@@ -95,22 +96,20 @@ class ForwardCasts(Casts):
     """
 
     def __init__(self, model: nn.Module, devices: Sequence[str], dtype: torch.dtype) -> None:
-        """Chooses the casts of ``model``, the first device type of which is the one it is on."""
+        """Chooses the casts of ``model``, which may be on several types of devices."""
         super().__init__(devices, dtype)
-        self._model = model
-        self._device = torch.device(devices[0])
-        self._dtype = dtype
+        self._forward = model, torch.device(devices[0]), dtype
+        self._shares = False
 
     @untraced
     def __enter__(self) -> None:
         super().__enter__()
-        self._depth = _here.depth
         self._caches = torch.is_autocast_cache_enabled()
-        _here.depth = torch.autocast_increment_nesting()
         torch.set_autocast_cache_enabled(weight_cache_is_safe)
-        self._shares = False
+        self._depth = _here.depth
         if self._depth == 0:
-            self._shares = shared.begin_forward(self._model, self._device, self._dtype)
+            self._shares = shared.begin_forward(*self._forward)
+        _here.depth = torch.autocast_increment_nesting()
 
     def await_backward(self, output: Any) -> None:
         """Keeps shared casts until the backward pass of the forward's output."""

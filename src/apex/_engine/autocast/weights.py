@@ -44,9 +44,8 @@ class SharedCasts:
         self._saved = weakref.WeakValueDictionary[tuple[object, ...], Tensor]()
         # Models whose casts torch's cache may hold, with the state of their weights.
         self._cached: dict[_Weights, object] = {}
-        # The hooks of outputs that await their backward passes; each lives as long as its graph.
-        # A set of references, as a WeakSet takes 10 us a forward pass.
-        self._awaiting: set[weakref.ref[Callable[..., None]]] = set()
+        # The hook of outputs that await their backward passes, which lives as long as a graph.
+        self._hook: weakref.ref[Callable[..., None]] | None = None
         # The weights of each model, as a walk takes 5 us a module.
         self._weights = weakref.WeakKeyDictionary[nn.Module, _Weights]()
 
@@ -71,11 +70,11 @@ class SharedCasts:
     def begin_forward(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
         """Begins a forward pass; returns whether it shares the casts of torch's cache."""
         if not torch.is_grad_enabled() or backward_id() != -1 or is_recorded(device):
-            if self._awaiting:
-                torch.set_autocast_cache_enabled(False)  # until the forward's block ends
+            if self._awaits_backward():
+                torch.set_autocast_cache_enabled(False)  # until the forward ends
             return False
         place = dtype, current_stream(device)
-        is_valid = len(self._awaiting) > 0
+        is_valid = self._awaits_backward()
         for weights, state in [*self._cached.items()]:
             if is_valid:
                 is_valid = state == (weights.state(), place)
@@ -88,19 +87,18 @@ class SharedCasts:
 
     def end_forward(self) -> None:
         """Ends a forward pass."""
-        if not self._awaiting:
+        if not self._awaits_backward():
             self._clear_cache()
 
     def await_backward(self, output: Any) -> None:
         """Keeps torch's cache until a backward pass reaches ``output``, or its graph is gone."""
-
-        def end_pass(gradients: object) -> None:
-            self.drop()
-
+        hook = self._hook and self._hook()
+        if hook is None:
+            hook = self.drop
+            self._hook = weakref.ref(hook)
         for tensor in tree.tensors(output):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(end_pass)
-                self._awaiting.add(weakref.ref(end_pass, self._awaiting.discard))
+                tensor.grad_fn.register_prehook(hook)
 
     def drop(self, gradients: object = None) -> None:
         """Ends all sharing with the casts of now; also as a hook of autograd's nodes."""
@@ -108,8 +106,11 @@ class SharedCasts:
             self._saved = weakref.WeakValueDictionary()  # clear() would take 1 us a cast
         self._clear_cache()
 
+    def _awaits_backward(self) -> bool:
+        return self._hook is not None and self._hook() is not None
+
     def _clear_cache(self) -> None:
-        self._awaiting.clear()
+        self._hook = None
         self._cached.clear()
         torch.clear_autocast_cache()
 
