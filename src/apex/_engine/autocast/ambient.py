@@ -43,26 +43,26 @@ into checkpoint recomputation, autograd's threads and dynamo traces, which a fla
 reach.
 """
 
-State = tuple[bool, torch.dtype]
-"""Whether autocast is on for a device type, and its dtype."""
-
-
 def devices_on() -> list[str]:
     """Returns the device types whose autocast is on in this thread."""
     return [*filter(torch.is_autocast_enabled, AUTOCAST_KEYS)]
 
 
-def _states_of(devices: Iterable[str]) -> dict[str, State]:
-    states = {}
-    for device in devices:
-        states[device] = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    return states
+class _State:
+    """autocast's state of some device types in this thread, as of now."""
 
+    def __init__(self, devices: Iterable[str] = ()) -> None:
+        self._caches = torch.is_autocast_cache_enabled()
+        self._devices: list[tuple[str, bool, torch.dtype]] = []
+        for device in devices:
+            dtype = torch.get_autocast_dtype(device)
+            self._devices.append((device, torch.is_autocast_enabled(device), dtype))
 
-def _set_states(states: Mapping[str, State]) -> None:
-    for device, (enabled, dtype) in states.items():
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
+    def restore(self) -> None:
+        for device, enabled, dtype in self._devices:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self._caches)
 
 
 class Casts:
@@ -71,14 +71,14 @@ class Casts:
     A ``torch.autocast`` block would take 10 us longer, and end the sharing of casts.
     """
 
-    def __init__(self, devices: Iterable[str], dtype: torch.dtype | None = None) -> None:
+    def __init__(self, devices: Sequence[str], dtype: torch.dtype | None = None) -> None:
         """Chooses the casts of some device types; a dtype of None turns them off."""
         self._devices = devices
         self._dtype = dtype
 
     @untraced
     def __enter__(self) -> None:
-        self._before = _states_of(self._devices)
+        self._before = _State(self._devices)
         for device in self._devices:
             torch.set_autocast_enabled(device, self._dtype is not None)
             if self._dtype is not None:
@@ -86,7 +86,7 @@ class Casts:
 
     @untraced
     def __exit__(self, *error: object) -> None:
-        _set_states(self._before)
+        self._before.restore()
 
 
 class ForwardCasts(Casts):
@@ -104,7 +104,6 @@ class ForwardCasts(Casts):
     @untraced
     def __enter__(self) -> None:
         super().__enter__()
-        self._caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(weight_cache_is_safe)
         self._depth = _here.depth
         if self._depth == 0:
@@ -120,7 +119,6 @@ class ForwardCasts(Casts):
     def __exit__(self, *error: object) -> None:
         if self._depth == 0:
             shared.end_forward()
-        torch.set_autocast_cache_enabled(self._caches)
         torch.autocast_decrement_nesting()
         _here.depth = self._depth
         super().__exit__()
@@ -156,8 +154,7 @@ class _Thread(threading.local):
 
     Attributes:
         sessions: The specs of the sessions that began in the thread, by their token, oldest first.
-        before: The state of each device type before the first session.
-        cache: Whether autocast cached weights before the first session.
+        before: The state before the first session.
         depth: The number of autocast blocks around the casts that are a session's. Deeper inside,
             casts belong to a block of the script.
         steps: The steps without casts that run now, outermost first.
@@ -165,24 +162,17 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.sessions: dict[object, AutocastSpec] = {}
-        self.before: dict[str, State] = {}
-        self.cache = True
+        self.before = _State()
         self.depth = 0
         self.steps: list[_UncastStep] = []
 
-    def states(self) -> dict[str, State]:
-        """Returns the state of each device type: by the newest session, or as before the first."""
-        states = dict(self.before)
+    def set_state(self) -> None:
+        """Sets autocast's state by the sessions, the newest last, outside of blocks."""
+        self.before.restore()
         for spec in [*self.sessions.values()]:  # a finalizer may end a session meanwhile
-            for device in spec.device_types:
-                states[device] = True, spec.dtype
-        return states
-
-    def set_states(self) -> None:
-        """Sets autocast's state by the sessions, outside of blocks."""
-        _set_states(self.states())
-        # No weight cache outside of regions, where changes of weights go unnoticed.
-        torch.set_autocast_cache_enabled(self.cache and not self.sessions)
+            Casts(spec.device_types, spec.dtype).__enter__()
+            # No weight cache outside of regions, where changes of weights go unnoticed.
+            torch.set_autocast_cache_enabled(False)
 
 
 _here = _Thread()
@@ -194,10 +184,9 @@ def begin_casts(token: object) -> None:
     if autocast_depth() > 0:
         return
     if not _here.sessions:
-        _here.before = _states_of(AUTOCAST_KEYS)
-        _here.cache = torch.is_autocast_cache_enabled()
+        _here.before = _State(AUTOCAST_KEYS)
     _here.sessions[token] = kernels.live[token]
-    _here.set_states()
+    _here.set_state()
 
 
 def end_casts(token: object) -> None:
@@ -222,19 +211,20 @@ def end_stale_casts() -> None:
     # A block, a backward pass and dynamo restore autocast's state when they end.
     if autocast_depth() > 0 or backward_id() != -1 or is_compiling_here():
         return
-    for device, (enabled, _) in _here.states().items():
-        if enabled and not torch.is_autocast_enabled(device):
+    devices = devices_on()
+    for spec in [*_here.sessions.values()]:
+        if not {*spec.device_types} <= {*devices}:
             return  # a kernel or a step has turned casts off for a while
     for token in ended:
         _here.sessions.pop(token, None)
-    _here.set_states()
+    _here.set_state()
 
 
 def _end_in_fork() -> None:
     """Ends casts in a forked process, because a spawned data loader would not have them either."""
     if _here.sessions:
         _here.sessions.clear()
-        _here.set_states()
+        _here.set_state()
 
 
 if sys.platform != "win32":
