@@ -45,7 +45,12 @@ def _loop(name: str, casts_by_amp: bool) -> Work:
     forward, _, model = _forward(name, casts_by_amp)
 
     def work() -> object:
-        forward().sum().backward()
+        loss = forward().sum()
+        block: Any = nullcontext(loss)
+        if casts_by_amp:
+            block = amp.scale_loss(loss, [])
+        with block as scaled_loss:
+            scaled_loss.backward()
         for param in model.parameters():
             param.grad = None
         return model

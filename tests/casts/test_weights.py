@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
@@ -390,12 +392,43 @@ STEPS = {
     "gru": (lambda: nn.GRUCell(8, 8), lambda m, x: m(x, x)),
     "lstm": (lambda: nn.LSTMCell(8, 8), lambda m, x: m(x)[0]),
     "rnn": (lambda: nn.RNNCell(8, 8), lambda m, x: m(x, x)),
+    "embedding": (lambda: Sums(), lambda m, x: torch.tanh(m(x))),
+    "tied": (lambda: tied(), lambda m, x: torch.tanh(m(x))),
+    "parametrized": (lambda: weight_norm(nn.Linear(8, 8)), lambda m, x: torch.tanh(m(x))),
+    "attention": (lambda: nn.MultiheadAttention(8, 2), lambda m, x: m(x, x, x)[0]),
+    "cross attention": (lambda: nn.MultiheadAttention(8, 2), lambda m, x: m(x, x + 1, x + 2)[0]),
+    "products of attention": (
+        lambda: nn.Linear(8, 8),
+        lambda m, x: F.scaled_dot_product_attention(m(x), m(-x), x),
+    ),
+    "evaluations between": (lambda: nn.Linear(8, 8), lambda m, x: torch.tanh(m(x) + without(m, x))),
 }
 
 
 class Product(nn.Linear):
     def forward(self, x):
         return x @ self.weight
+
+
+class Sums(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(8, 8)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(self.rows(torch.tensor([3])) + x)
+
+
+def tied():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model[2].weight = model[0].weight
+    return model
+
+
+@torch.no_grad()
+def without(model, x):
+    return model(x)
 
 
 def kept_in_a_loop(step, model):
@@ -419,6 +452,51 @@ def test_a_loop_keeps_what_autocast_keeps(name, level):
     handle = amp.init(loss_scale=1.0, patch_type=LOW[level])
     assert kept_in_a_loop(step, model) == wanted
     handle._deactivate()
+
+
+@pytest.mark.parametrize("level", LOW)
+def test_models_share_the_casts_of_their_common_weight(level):
+    layer = nn.Linear(8, 8)
+    models = [nn.Sequential(layer), nn.Sequential(layer)]
+    step = lambda models, x: torch.tanh(models[1](models[0](x).float()))  # noqa: E731
+    with torch.autocast("cpu", LOW[level]):
+        wanted = kept_in_a_loop(step, models)
+    amp.initialize(models, opt_level=level, verbosity=0)
+    assert kept_in_a_loop(step, models) == wanted > 0
+
+
+@pytest.mark.parametrize("level", LOW)
+@pytest.mark.parametrize("function", ["linear", "convolution"])
+def test_functions_of_a_script_share_casts_in_a_block_of_autocast(function, level):
+    def step(model, x):
+        if function == "linear":
+            return torch.tanh(F.linear(x, model.weight, model.bias))
+        return torch.tanh(F.conv1d(x[..., None], model.weight[..., None], model.bias)[..., 0])
+
+    layer, _ = prepared(level, model=nn.Linear(8, 8))
+    block = functools.partial(torch.autocast, "cpu", LOW[level], cache_enabled=True)
+    with block():
+        kept = kept_in_a_loop(step, layer)
+    with amp.disable_casts(), block():
+        assert kept_in_a_loop(step, layer) == kept > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", LOW)
+def test_a_replay_casts_the_weights_of_its_time(level):
+    model, optimizer = prepared(level, model=nn.Linear(4, 4).cuda())
+    x = X.cuda()
+    held = model(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = model(x)
+    for _ in range(2):
+        counted(model, optimizer)
+        graph.replay()
+        with amp.disable_casts():
+            wanted = F.linear(*(t.to(LOW[level]) for t in (x, model.weight, model.bias)))
+        assert same([output.float(), model(x).float()], [wanted.float()] * 2)
+    del held
 
 
 def growth(work):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from apex import amp
 from tests.compiled.cases import GENERATORS, compiled
-from tests.support.loops import prepared
+from tests.support.loops import prepared, same
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -33,6 +33,50 @@ def test_a_model_without_casts_computes_in_fp32():
 def test_user_functions_cast(wrap, given, wanted):
     run, _ = compiled(wrap(torch.maximum))
     assert run(torch.ones(2, dtype=given), torch.ones(2, dtype=torch.bfloat16)).dtype is wanted
+
+
+class Loop(nn.Linear):
+    def forward(self, x):
+        for _ in range(5):
+            x = super().forward(x).tanh().float()
+        return x
+
+
+def kept_16_bit(run):
+    """The bytes of weights in 16 bits that the graph of ``run`` keeps."""
+    sizes = {}
+
+    def pack(tensor):
+        if tensor.dtype is torch.bfloat16 and tensor.numel() == 64:
+            sizes[tensor.untyped_storage().data_ptr()] = 128
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = run(torch.ones(1, 8, requires_grad=True))
+    assert output.requires_grad
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "aot_eager_decomp_partition"])
+def test_a_loop_in_a_compiled_forward_keeps_what_autocast_keeps(backend):
+    plain = Loop(8, 8)
+    with amp.disable_casts(), torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+        wanted = kept_16_bit(torch.compile(plain, backend=backend))
+    torch._dynamo.reset()
+    model, _ = prepared("O4", model=plain)
+    assert kept_16_bit(torch.compile(model, backend=backend)) == wanted > 0
+
+
+def test_compiled_code_sees_each_write():
+    model, _ = prepared("O4", model=nn.Linear(4, 4))
+    run, x = torch.compile(model, backend="aot_eager"), torch.ones(2, 4)
+    outputs, wanted = [], []
+    for write in (Tensor.mul_, Tensor.add_):
+        outputs.append(run(x))
+        wanted.append(model(x))
+        write(model.weight.data, 0.5)
+    assert same([*outputs, run(x)], [*wanted, model(x)])
+    assert not torch.equal(outputs[0], outputs[1])
 
 
 @GENERATORS

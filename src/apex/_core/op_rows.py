@@ -6,7 +6,7 @@ of apex's lists (``amp.lists``); newer functions of the same families are added.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 Category = Literal[
@@ -150,25 +150,6 @@ FP16_RANGE = frozenset({"gelu"})
 
 In bf16 such an operator and its gradient lose at most one rounding, and no ``torch.autocast``
 runs it in fp32. ``benchmarks/op_errors.py`` measures both for every fp32 row.
-"""
-
-_EVERYWHERE = ("cpu", "cuda", "xpu", "mps")
-_ON_CPU = ("cpu",)
-INACCURATE: Mapping[str, Sequence[str]] = {
-    "matrix_exp": _EVERYWHERE,
-    "linalg_matrix_exp": _EVERYWHERE,
-    "logcumsumexp": _EVERYWHERE,
-    "grid_sample": _ON_CPU,
-    "grid_sampler": _ON_CPU,
-    "grid_sampler_2d": _ON_CPU,
-    "grid_sampler_3d": _ON_CPU,
-    "adaptive_avg_pool3d": _ON_CPU,
-}
-"""Functions of torch with 16-bit kernels that lose more than a few roundings, by device type.
-
-``matrix_exp`` returns garbage, the gradient of ``logcumsumexp`` takes exponentials of rounded
-logarithms, ``grid_sample`` rounds coordinates, and the pool adds up in 16 bits. CUDA's kernels of
-the last two compute in fp32. ``tests/casts/test_sweep.py`` searches torch for others.
 """
 
 COVERED_INSIDE = ("conv1d.padding", "conv2d.padding", "conv3d.padding", "nll_loss_nd")

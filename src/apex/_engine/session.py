@@ -15,7 +15,7 @@ from apex._core.op_table import AutocastSpec
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine.autocast.ambient import end_stale_casts
-from apex._engine.autocast.region import AmbientRegion, AutocastRegion, LowPrecisionRegion, Region
+from apex._engine.autocast.region import AmbientRegion, AutocastRegion, Region
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.masters import MasterTable
 from apex._engine.observer import Observer
@@ -102,8 +102,6 @@ class Session:
         self.region: Region = Region()
         if spec is not None:
             self.region = AutocastRegion(spec)
-        elif policy.low_precision is not None:
-            self.region = LowPrecisionRegion()
         # The op casts, until they end.
         self.spec = spec
         self._casts = ExitStack()  # ends them

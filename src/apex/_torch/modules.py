@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+ORTHOGONAL = parametrizations._Orthogonal
+"""The parametrization of orthogonal weights, by ``matrix_exp`` or functions without 16 bits."""
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

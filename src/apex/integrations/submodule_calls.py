@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from torch import nn
@@ -59,30 +58,13 @@ class SubmoduleCalls(Region):
         """Whether the model computes in 16 bits."""
         return self._state.plan.casts_down
 
-    def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
-        """Runs the model's own forward, in which children do not cast, while dynamo traces it."""
+    def run(self, model: nn.Module, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
+        """Calls the model's own forward, in which children do not cast."""
         self._depth += 1
         try:
-            return self._state.session.region.run_traced(fn, args, kwargs)
+            return self._state.session.region.run(model, fn, args, kwargs)
         finally:
             self._depth -= 1
-
-    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
-        """Enters the region for a call of the model's own forward, until ``until`` closes."""
-        self._depth += 1
-        until.callback(self._leave)
-        self._state.session.region.enter(until, args, kwargs)
-
-    def share_casts(self, until: ExitStack, model: nn.Module) -> None:
-        """Shares casts of weights in the model's own forward."""
-        self._state.session.region.share_casts(until, model)
-
-    def await_backward(self, output: Any) -> None:
-        """Keeps shared casts until the backward pass of the forward's output."""
-        self._state.session.region.await_backward(output)
-
-    def _leave(self) -> None:
-        self._depth -= 1
 
     def remove(self) -> None:
         """Removes the hooks."""

@@ -20,11 +20,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from apex._core.op_table import AutocastSpec
@@ -32,7 +32,7 @@ from apex._core.tree import Args, Call, Kwargs
 from apex._engine.autocast import kernels
 from apex._engine.autocast.weights import shared
 from apex._torch.autograd import autocast_depth, backward_id
-from apex._torch.dispatcher import AUTOCAST_KEYS
+from apex._torch.dispatcher import AUTOCAST_KEYS, weight_cache_is_safe
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
 
 OFF = torch.float32
@@ -43,31 +43,97 @@ into checkpoint recomputation, autograd's threads and dynamo traces, which a fla
 reach.
 """
 
-State = tuple[bool, torch.dtype]
-"""Whether autocast is on for a device type, and its dtype."""
-
 
 def devices_on() -> list[str]:
     """Returns the device types whose autocast is on in this thread."""
     return [*filter(torch.is_autocast_enabled, AUTOCAST_KEYS)]
 
 
-class UncastBlock:
-    """A block without casts in this thread, which dynamo does not trace."""
+class _State:
+    """autocast's state of some device types in this thread, as of now."""
 
-    devices = staticmethod(devices_on)
-    """Returns the device types whose casts are turned off."""
+    def __init__(self, devices: Iterable[str] = ()) -> None:
+        self._caches = torch.is_autocast_cache_enabled()
+        self._devices: list[tuple[str, bool, torch.dtype]] = []
+        for device in devices:
+            dtype = torch.get_autocast_dtype(device)
+            self._devices.append((device, torch.is_autocast_enabled(device), dtype))
+
+    def restore(self) -> None:
+        for device, enabled, dtype in self._devices:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self._caches)
+
+
+class Casts:
+    """A block with casts to a dtype, or without casts, in this thread; dynamo does not trace it.
+
+    A ``torch.autocast`` block would take 10 us longer, and end the sharing of casts.
+    """
+
+    def __init__(self, devices: Sequence[str], dtype: torch.dtype | None = None) -> None:
+        """Chooses the casts of some device types; a dtype of None turns them off."""
+        self._devices = devices
+        self._dtype = dtype
 
     @untraced
     def __enter__(self) -> None:
-        self._on = self.devices()
-        for device in self._on:
-            torch.set_autocast_enabled(device, False)
+        self._before = _State(self._devices)
+        for device in self._devices:
+            torch.set_autocast_enabled(device, self._dtype is not None)
+            if self._dtype is not None:
+                torch.set_autocast_dtype(device, self._dtype)
 
     @untraced
     def __exit__(self, *error: object) -> None:
-        for device in self._on:
-            torch.set_autocast_enabled(device, True)
+        self._before.restore()
+
+
+class ForwardCasts(Casts):
+    """The casts of a forward pass, at an autocast nesting level of its own.
+
+    The outermost one shares casts of weights; see Note [Shared casts].
+    """
+
+    def __init__(self, model: nn.Module, devices: Sequence[str], dtype: torch.dtype) -> None:
+        """Chooses the casts of ``model``, which may be on several types of devices."""
+        super().__init__(devices, dtype)
+        self._forward = model, torch.device(devices[0]), dtype
+        self._shares = False
+
+    @untraced
+    def __enter__(self) -> None:
+        super().__enter__()
+        torch.set_autocast_cache_enabled(weight_cache_is_safe)
+        self._depth = _here.depth
+        if self._depth == 0:
+            self._shares = shared.begin_forward(*self._forward)
+        _here.depth = torch.autocast_increment_nesting()
+
+    def await_backward(self, output: Any) -> None:
+        """Keeps shared casts until the backward pass of the forward's output."""
+        if self._shares:
+            shared.await_backward(output)
+
+    @untraced
+    def __exit__(self, *error: object) -> None:
+        if self._depth == 0:
+            shared.end_forward()
+        torch.autocast_decrement_nesting()
+        _here.depth = self._depth
+        super().__exit__()
+
+
+class UncastBlock(Casts):
+    """A step or a backward pass without casts, after which none are shared."""
+
+    def __init__(self) -> None:
+        super().__init__(devices_on())
+
+    @untraced
+    def __exit__(self, *error: object) -> None:
+        super().__exit__()
         shared.drop()  # a step has changed weights, perhaps inside a forward
 
     def with_casts(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -89,8 +155,7 @@ class _Thread(threading.local):
 
     Attributes:
         sessions: The specs of the sessions that began in the thread, by their token, oldest first.
-        before: The state of each device type before the first session.
-        cache: Whether autocast cached weights before the first session.
+        before: The state before the first session.
         depth: The number of autocast blocks around the casts that are a session's. Deeper inside,
             casts belong to a block of the script.
         steps: The steps without casts that run now, outermost first.
@@ -98,26 +163,17 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.sessions: dict[object, AutocastSpec] = {}
-        self.before: dict[str, State] = {}
-        self.cache = True
+        self.before = _State()
         self.depth = 0
         self.steps: list[_UncastStep] = []
 
-    def states(self) -> dict[str, State]:
-        """Returns the state of each device type: by the newest session, or as before the first."""
-        states = dict(self.before)
+    def set_state(self) -> None:
+        """Sets autocast's state by the sessions, the newest last, outside of blocks."""
+        self.before.restore()
         for spec in [*self.sessions.values()]:  # a finalizer may end a session meanwhile
-            for device in spec.device_types:
-                states[device] = True, spec.dtype
-        return states
-
-    def set_states(self) -> None:
-        """Sets autocast's state by the sessions, outside of blocks."""
-        for device, (enabled, dtype) in self.states().items():
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)
-        # No weight cache outside of regions, where changes of weights go unnoticed.
-        torch.set_autocast_cache_enabled(self.cache and not self.sessions)
+            Casts(spec.device_types, spec.dtype).__enter__()
+            # No weight cache outside of regions, where changes of weights go unnoticed.
+            torch.set_autocast_cache_enabled(False)
 
 
 _here = _Thread()
@@ -129,12 +185,9 @@ def begin_casts(token: object) -> None:
     if autocast_depth() > 0:
         return
     if not _here.sessions:
-        for device in AUTOCAST_KEYS:
-            state = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-            _here.before[device] = state
-        _here.cache = torch.is_autocast_cache_enabled()
+        _here.before = _State(AUTOCAST_KEYS)
     _here.sessions[token] = kernels.live[token]
-    _here.set_states()
+    _here.set_state()
 
 
 def end_casts(token: object) -> None:
@@ -159,34 +212,24 @@ def end_stale_casts() -> None:
     # A block, a backward pass and dynamo restore autocast's state when they end.
     if autocast_depth() > 0 or backward_id() != -1 or is_compiling_here():
         return
-    for device, (enabled, _) in _here.states().items():
-        if enabled and not torch.is_autocast_enabled(device):
+    devices = devices_on()
+    for spec in [*_here.sessions.values()]:
+        if not {*spec.device_types} <= {*devices}:
             return  # a kernel or a step has turned casts off for a while
     for token in ended:
         _here.sessions.pop(token, None)
-    _here.set_states()
+    _here.set_state()
 
 
 def _end_in_fork() -> None:
     """Ends casts in a forked process, because a spawned data loader would not have them either."""
     if _here.sessions:
         _here.sessions.clear()
-        _here.set_states()
+        _here.set_state()
 
 
 if sys.platform != "win32":
     os.register_at_fork(after_in_child=_end_in_fork)
-
-
-def begin_run(until: ExitStack) -> None:
-    """Records until ``until`` closes that the innermost block now is a region's, not a script's."""
-    until.callback(setattr, _here, "depth", _here.depth)
-    _here.depth = autocast_depth()
-
-
-def is_in_run() -> bool:
-    """Returns whether a region runs in this thread, perhaps with blocks of the script inside."""
-    return _here.depth > 0
 
 
 def devices_of_sessions() -> list[str]:
@@ -200,9 +243,8 @@ def devices_of_sessions() -> list[str]:
 class _UncastStep(UncastBlock):
     """A step without casts of sessions; its closure keeps them."""
 
-    devices = staticmethod(devices_of_sessions)
-
     def __init__(self, optimizer: Optimizer) -> None:
+        Casts.__init__(self, devices_of_sessions())
         self.optimizer = optimizer
 
     def __enter__(self) -> None:
@@ -232,6 +274,8 @@ def end_step(optimizer: Optimizer) -> None:
     """Ends the innermost step of ``optimizer``, and the steps inside it that raised."""
     if optimizer not in [step.optimizer for step in _here.steps]:
         return  # an amp call inside the step has ended it
-    while _here.steps[-1].optimizer is not optimizer:
-        _here.steps[-1].__exit__()
-    _here.steps[-1].__exit__()
+    has_ended = False
+    while not has_ended:
+        step = _here.steps[-1]
+        step.__exit__()
+        has_ended = step.optimizer is optimizer

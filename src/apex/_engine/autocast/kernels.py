@@ -59,7 +59,6 @@ def activate_spec(spec: AutocastSpec) -> object:
                 f"Op casts (O1, O4) got a model on {device}; they work on "
                 f"{', '.join(AUTOCAST_KEYS)}. Use a level without op casts (O0, O2, O3, O5) there."
             )
-    for device in spec.device_types:
         register(device, _not_as_in_torch(spec.table, device))
     token = object()
     live[token] = spec

@@ -1,55 +1,37 @@
-"""Cast regions: functions that run with op casts on, or off.
-
-Note [Accurate operators]
-    A 16-bit model (O2, O3, O5) has no op casts, but a few operators have 16-bit kernels that lose
-    accuracy or return garbage. A function mode finds the functions of
-    :data:`apex._core.op_rows.INACCURATE` in the model's first forward passes and runs them in fp32.
-    Later forward passes enter the mode only if it has found one, because a mode costs each call of
-    torch some microseconds.
-"""
+"""Cast regions: functions that run with op casts on, or off."""
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
-from apex._core import op_rows, tree
-from apex._core.dtypes import is_low_precision
-from apex._core.op_casts import tensors_in
+from apex._core import tree
 from apex._core.op_table import AutocastSpec
 from apex._core.tree import Args, Kwargs
 from apex._engine.autocast import kernels
 from apex._engine.autocast.ambient import (
     OFF,
+    Casts,
+    ForwardCasts,
     begin_casts,
-    begin_run,
     devices_of_sessions,
     devices_on,
     end_casts,
     end_stale_casts,
-    is_in_run,
 )
-from apex._engine.autocast.weights import shared
 from apex._torch.autograd import backward_id
 from apex._torch.dispatcher import weight_cache_is_safe
-from apex._torch.dynamo import at_tracing, traces_function_modes, untraced
+from apex._torch.dynamo import at_tracing, untraced_frame
 
 R = TypeVar("R")
 
-_ACCURATE_FORWARDS = 32
-"""Number of forward passes of a 16-bit model that are searched for inaccurate operators."""
-
 Switch = tuple[Sequence[str], torch.dtype | None]
 """Device types, and the dtype that autocast casts to there; ``None`` turns autocast off."""
-
-_log = logging.getLogger("apex")
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -77,7 +59,7 @@ def under(
 class Region:
     """Runs functions with the casts of sessions off; a user's own autocast stays.
 
-    Subclasses turn casts on, or also run accurate operators. Picklable and deep-copyable.
+    Subclasses turn casts on. Picklable and deep-copyable.
 
     Note [Casts in a recompute]
         torch.utils.checkpoint opens its own blocks around a recompute, in which the casts of a
@@ -90,28 +72,25 @@ class Region:
         # Device types that the last forward pass turned off, by whether autocast caches weights.
         self._turned_off: dict[bool, Sequence[str]] = {}
 
-    def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
-        """Calls ``fn(*args, **kwargs)`` inside the region, in code that dynamo traces."""
+    def run(self, model: nn.Module, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
+        """Calls ``fn(*args, **kwargs)``, the forward of ``model``, inside the region."""
+        if not _is_compiling():
+            return self._run(model, fn, args, kwargs)
         devices, dtype = self.switch(args, kwargs)
         return under(devices, dtype, fn, args, kwargs)
 
-    @untraced  # dynamo compiles ExitStack's methods wrongly, after a graph break
-    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
-        """Enters the region for an eager call with these arguments, until ``until`` closes."""
+    @untraced_frame
+    def _run(self, model: nn.Module, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
         end_stale_casts()
         devices, dtype = self.switch(args, kwargs)
-        if not devices:
-            return
-        enabled = dtype is not None
-        for device in devices:
-            until.enter_context(torch.autocast(device, dtype, enabled, weight_cache_is_safe))
-        begin_run(until)
-
-    def share_casts(self, until: ExitStack, model: nn.Module) -> None:
-        """Shares casts of weights in a forward pass that begins, until ``until`` closes."""
-
-    def await_backward(self, output: Any) -> None:
-        """Keeps shared casts until the backward pass of an output of the region."""
+        if dtype is None:
+            with Casts(devices):
+                return fn(*args, **kwargs)
+        casts = ForwardCasts(model, devices, dtype)
+        with casts:
+            output = fn(*args, **kwargs)
+            casts.await_backward(output)
+            return output
 
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
         """Returns how the region sets autocast for a call with these arguments."""
@@ -157,23 +136,10 @@ class AutocastRegion(Region):
         if not self._digest or torch.get_autocast_dtype("cpu") is OFF:
             return (), None
         for value in (*args, *kwargs.values()):
-            # Most arguments are tensors, for which a walk would take 3 us more.
-            tensors = [value] if isinstance(value, Tensor) else tree.tensors(value)
-            for tensor in tensors:
+            for tensor in tree.tensors(value):
                 if tensor.dtype is torch.float64:
                     self.cast_all()
         return self.spec.device_types, self.spec.dtype
-
-    def share_casts(self, until: ExitStack, model: nn.Module) -> None:
-        end_stale_casts()
-        if not is_in_run():
-            shared.begin_forward(model, torch.device(self.spec.device_types[0]), self.spec.dtype)
-            torch.autocast_increment_nesting()  # the end of an outermost block clears the cache
-            until.callback(shared.end_forward)
-            until.callback(torch.autocast_decrement_nesting)
-
-    def await_backward(self, output: Any) -> None:
-        shared.await_backward(output)
 
     @at_tracing
     def cast_all(self) -> None:
@@ -189,75 +155,14 @@ class AutocastRegion(Region):
         begin_casts(self._token)
 
 
-class LowPrecisionRegion(Region):
-    """Runs 16-bit models without casts of sessions; see also Note [Accurate operators]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # Forward passes that are still to be searched.
-        self._left = _ACCURATE_FORWARDS
-        # The names of the inaccurate functions that were found.
-        self._functions = set[str]()
-
-    def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
-        # An export treats a mode as a side effect of the model.
-        if not traces_function_modes or torch.compiler.is_exporting():
-            return super().run_traced(fn, args, kwargs)
-        with _AccurateMode(self._functions):
-            return super().run_traced(fn, args, kwargs)
-
-    @untraced  # dynamo compiles ExitStack's methods wrongly, after a graph break
-    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
-        if self._left > 0 or self._functions:
-            self._left -= 1
-            until.enter_context(_AccurateMode(self._functions))
-        super().enter(until, args, kwargs)
-
-
-class _AccurateMode(TorchFunctionMode):
-    """Runs inaccurate functions on fp32 copies, and rounds the result; records their names."""
-
-    def __init__(self, noted: set[str]) -> None:
-        super().__init__()
-        self._noted = noted
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Kwargs | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name not in op_rows.INACCURATE:
-            return func(*args, **kwargs)
-        low = [tensor for tensor in tensors_in(args, kwargs) if is_low_precision(tensor)]
-        inaccurate_on = op_rows.INACCURATE[name]
-        if not low or low[0].device.type not in inaccurate_on:
-            return func(*args, **kwargs)
-        if name not in self._noted and not _is_compiling():
-            self._noted.add(name)
-            _log.warning(
-                "amp: %s runs in fp32 in this 16-bit model: its 16-bit kernel is not accurate.",
-                name,
-            )
-        args, kwargs = tree.cast_arguments(args, kwargs, torch.float32)
-        result = func(*args, **kwargs)
-        return tree.cast_tensors(result, low[0].dtype)
-
-
 @contextmanager
 def casts_off() -> Iterator[None]:
     """A context or decorator in which nothing is cast, also in regions inside it."""
     if not _is_compiling():
         end_stale_casts()
-    with _off(devices_on()):
-        yield
-
-
-@contextmanager
-def _off(devices: Sequence[str]) -> Iterator[None]:
-    """Turns autocast off on the devices, one at a time as :func:`under`, and marks the thread."""
-    if devices:
-        first, *others = devices
-        with torch.autocast(first, enabled=False, cache_enabled=False), _off(others):
+    devices = devices_on()
+    if devices:  # one at a time, as :func:`under`
+        with torch.autocast(devices[0], enabled=False, cache_enabled=False), casts_off():
             yield
     else:
         with torch.autocast("cpu", OFF, enabled=False, cache_enabled=False):

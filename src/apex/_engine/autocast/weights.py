@@ -40,16 +40,12 @@ class SharedCasts:
     """The shared casts of this process."""
 
     def __init__(self) -> None:
-        # By weight and its state, dtype and stream. A cast keeps its weight alive.
+        # Of our kernels, by weight and its state, dtype and stream. A cast keeps its weight alive.
         self._saved = weakref.WeakValueDictionary[tuple[object, ...], Tensor]()
-        # Those that torch's cache would hold.
-        self._held: list[Tensor] = []
-        # What torch's cache has casts for: the state of each model's weights, dtype and stream.
-        self._states: dict[_Weights, object] = {}
-        self._place: object = None
-        # The hooks of outputs that await their backward passes; each lives as long as its graph.
-        # A set of references, as a WeakSet takes 10 us a forward pass.
-        self._awaiting: set[weakref.ref[Callable[..., None]]] = set()
+        # Models whose casts torch's cache may hold, with the state of their weights.
+        self._cached: dict[_Weights, object] = {}
+        # The hook of outputs that await their backward passes, which lives as long as a graph.
+        self._hook: weakref.ref[Callable[..., None]] | None = None
         # The weights of each model, as a walk takes 5 us a module.
         self._weights = weakref.WeakKeyDictionary[nn.Module, _Weights]()
 
@@ -67,62 +63,56 @@ class SharedCasts:
             shared._fix_weakref()  # type: ignore[attr-defined]  # a graph may own it
             return shared
         shared = to_dtype(tensor, dtype)
-        shared.grad_fn.register_prehook(self._end_pass)  # type: ignore[union-attr]
+        shared.grad_fn.register_prehook(self.drop)  # type: ignore[union-attr]
         self._saved[key] = shared
-        if torch.is_autocast_cache_enabled():
-            self._held.append(shared)
         return shared
 
-    def begin_forward(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        """Begins a forward pass: clears torch's cache unless all its casts are as of now."""
+    def begin_forward(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
+        """Begins a forward pass; returns whether it shares the casts of torch's cache."""
+        if not torch.is_grad_enabled() or backward_id() != -1 or is_recorded(device):
+            if self._awaits_backward():
+                torch.set_autocast_cache_enabled(False)  # until the forward ends
+            return False
         place = dtype, current_stream(device)
-        is_training = torch.is_grad_enabled() and backward_id() == -1 and not is_recorded(device)
-        if not is_training or self._place != place or not self._is_cache_valid():
+        is_valid = self._awaits_backward()
+        for weights, state in [*self._cached.items()]:
+            if is_valid:
+                is_valid = state == (weights.state(), place)
+        if not is_valid:
             self._clear_cache()
-        if is_training:
-            self._place = place
-            weights = self._weights_of(model)
-            if weights not in self._states:
-                self._states[weights] = weights.state()
+        weights = self._weights_of(model)
+        if weights not in self._cached:
+            self._cached[weights] = weights.state(), place
+        return True
 
     def end_forward(self) -> None:
         """Ends a forward pass."""
-        if not self._awaiting:
+        if not self._awaits_backward():
             self._clear_cache()
 
     def await_backward(self, output: Any) -> None:
         """Keeps torch's cache until a backward pass reaches ``output``, or its graph is gone."""
-        if not self._states:
-            return
-
-        def end_pass(gradients: object) -> None:
-            self.drop()
-
+        hook = self._hook and self._hook()
+        if hook is None:
+            hook = self.drop
+            self._hook = weakref.ref(hook)
         for tensor in tree.tensors(output):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(end_pass)
-                self._awaiting.add(weakref.ref(end_pass, self._awaiting.discard))
+                tensor.grad_fn.register_prehook(hook)
 
-    def drop(self) -> None:
-        """Ends all sharing with the casts of now."""
-        self._saved = weakref.WeakValueDictionary()  # clear() would take 1 us a cast
+    def drop(self, gradients: object = None) -> None:
+        """Ends all sharing with the casts of now; also as a hook of autograd's nodes."""
+        if self._saved:
+            self._saved = weakref.WeakValueDictionary()  # clear() would take 1 us a cast
         self._clear_cache()
 
-    def _end_pass(self, gradients: object) -> None:
-        if self._saved:  # else the pass has come through another weight
-            self.drop()
+    def _awaits_backward(self) -> bool:
+        return self._hook is not None and self._hook() is not None
 
     def _clear_cache(self) -> None:
-        self._awaiting.clear()
-        self._states.clear()
-        self._held.clear()
+        self._hook = None
+        self._cached.clear()
         torch.clear_autocast_cache()
-
-    def _is_cache_valid(self) -> bool:
-        for weights, state in [*self._states.items()]:
-            if state is None or weights.state() != state:
-                return False
-        return len(self._awaiting) > 0
 
     def _weights_of(self, model: nn.Module) -> _Weights:
         weights = self._weights.get(model)

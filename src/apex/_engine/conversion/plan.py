@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex._core import dtypes
-from apex._torch.modules import own_tensors
+from apex._torch.modules import ORTHOGONAL, own_tensors
 
 WIDE = (torch.float32, torch.float64)
 
 FP32_BUFFERS = ("inv_freq", "*.inv_freq")
 """Patterns of the buffers that stay in fp32 in every model: frequencies of rotary embeddings."""
+
+FP32_MODULES = (ORTHOGONAL,)
+"""Modules that compute in fp32 in every model, as their 16-bit results would be garbage."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class ModelPlan:
             because operators cast. Float64 parameters are then rejected.
         fp32_modules: Module types and ``fnmatch`` patterns over qualified names. Matching modules
             and their submodules stay and compute in fp32: their inputs are cast to fp32, their
-            outputs back to ``param_dtype``.
+            outputs back to ``param_dtype``. In addition to :data:`FP32_MODULES`.
         fp32_inputs: Names of arguments of ``forward`` that are not cast.
         fp32_buffers: Patterns over qualified names of buffers that stay in fp32, in addition to
             :data:`FP32_BUFFERS`.
@@ -65,10 +68,11 @@ class ModelPlan:
 def modules_in_fp32(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, bool]:
     """Returns the modules that compute in fp32, each with whether it is the outermost one."""
     chosen: dict[nn.Module, bool] = {}
+    rules = (*FP32_MODULES, *plan.fp32_modules)
     for name, module in named_submodules(model):
         if module in chosen:
             continue
-        is_chosen = any(matches(rule, name, module) for rule in plan.fp32_modules)
+        is_chosen = any(matches(rule, name, module) for rule in rules)
         if is_chosen:
             for part in module.modules():
                 is_outermost = part is module

@@ -206,21 +206,16 @@ def _casting_forward(own: Any) -> Any:
         cast = begin_call(self, state, args, kwargs)
         cast_args, cast_kwargs = cast
         if _is_compiling():
-            output = state.region.run_traced(run, cast_args, cast_kwargs)
-            return end_call(state, output)
-        region = state.region
+            return end_call(state, state.region.run(self, run, cast_args, cast_kwargs))
         with ExitStack() as call:
             observer = state.session.observer
             observer.forward_begins(self, state, run, (args, kwargs), cast, call)
-            region.share_casts(call, self)
-            region.enter(call, cast_args, cast_kwargs)
             try:
-                output = run(*cast_args, **cast_kwargs)
+                output = state.region.run(self, run, cast_args, cast_kwargs)
             except RuntimeError as error:
                 state.session.check_shards()
                 hints.explain(self, state.plan, error)
                 raise
-            region.await_backward(output)
         return end_call(state, output)
 
     function = inspect.getattr_static(own, "forward")
