@@ -23,7 +23,8 @@ from apex.tools.compare.timing import current_load, time_interleaved
 from apex.tools.compare.training import Trainer
 from apex.tools.compare.verdict import recommendation
 from apex.tools.devices import describe
-from apex.tools.errors import InputError, format_error
+from apex.tools.errors import InputError
+from apex.tools.failure import format_error
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 
 from apex.integrations import scales
 from apex.tools import source
-from apex.tools.errors import InputError, format_error, is_relative_import
+from apex.tools.errors import InputError
+from apex.tools.failure import format_error, is_relative_import
 from apex.tools.script import Script
 
 FUNCTION = "setup"
