@@ -41,10 +41,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="apex", description=_QUESTIONS, formatter_class=_Raw)
     parser.add_argument("--version", action="version", version=f"apex-amp {VERSION}")
     subparsers = parser.add_subparsers(title="commands", dest="command")
-    _add_trace(subparsers)
-    _add_compare(subparsers)
-    _add_migrate(subparsers)
-    _add_doctor(subparsers)
+    for add in (_add_trace, _add_compare, _add_migrate, _add_doctor):
+        add(subparsers)
     return parser
 
 

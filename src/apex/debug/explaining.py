@@ -284,14 +284,9 @@ class _Costs(Trace):
 
     def rows(self) -> tuple[OpRow, ...]:
         """Returns one record per operator, in order of first use."""
-        rows = []
-        for row, times in self._seconds.items():
-            rows.append(
-                replace(
-                    row,
-                    calls=len(times),
-                    seconds=math.fsum(times),
-                    cast_bytes=self._cast_bytes[row],
-                )
+        return tuple(
+            replace(
+                row, calls=len(times), seconds=math.fsum(times), cast_bytes=self._cast_bytes[row]
             )
-        return tuple(rows)
+            for row, times in self._seconds.items()
+        )

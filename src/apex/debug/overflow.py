@@ -129,9 +129,7 @@ class _Observed:
     def values_of(self, tensor: Tensor) -> Tensor:
         """Returns the values of an argument before the call."""
         known = self._overwritten.get(tensor)
-        if known is None:
-            return tensor
-        return known.values
+        return known.values if known else tensor
 
     @functools.cached_property
     def inputs(self) -> list[_Input]:
@@ -139,9 +137,7 @@ class _Observed:
         inputs = []
         for tensor in self._read:
             known = self._overwritten.get(tensor)
-            if known is None:
-                known = _Input(tensor, tensor, kind_of(tensor))
-            inputs.append(known)
+            inputs.append(known or _Input(tensor, tensor, kind_of(tensor)))
         return inputs
 
 
