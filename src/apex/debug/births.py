@@ -8,21 +8,21 @@ from dataclasses import dataclass
 import torch
 
 from apex.debug.place import Place
-from apex.debug.tracing import Values, operator_name
+from apex.debug.tracing import Values, operator_name, operators
 
-_DIVIDES = set(
+_DIVIDES = operators(
     """div divide reciprocal rsqrt pow remainder fmod mean var std var_mean std_mean addcdiv
     nll_loss_forward nll_loss2d_forward native_batch_norm native_batch_norm_legit
     batch_norm_with_update cudnn_batch_norm miopen_batch_norm native_layer_norm
-    native_group_norm fused_rms_norm weight_norm_interface""".split()  # noqa: SIM905
+    native_group_norm fused_rms_norm weight_norm_interface"""
 )
 """Operators that divide by an input, or by a number computed from it."""
 
 _POWERS = {"pow", "rsqrt", "sqrt"}
 
-_DEFINED_EVERYWHERE = set(
+_DEFINED_EVERYWHERE = operators(
     """exp exp2 expm1 sinh cosh mul add sub square mm bmm addmm baddbmm sum cumsum
-    convolution""".split()  # noqa: SIM905
+    convolution"""
 )
 """Operators with a true result for all finite inputs."""
 

@@ -23,22 +23,12 @@ from apex.debug.common import Held, held_by, listed, to_json
 from apex.debug.place import Finding, node_name, owner_of, runs_in_scaler
 from apex.debug.rules import SOFTMAXES
 from apex.debug.scaled import ScaledGradients
-from apex.debug.tracing import ByMemory, Call, Trace, floating, kind_of
+from apex.debug.tracing import ByMemory, Call, Trace, floating, kind_of, operators
 
 _MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
 # These map -inf to 0, the right result.
 _MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}
-_LIMIT = {
-    "atan",
-    "clamp",
-    "clamp_max",
-    "erf",
-    "hardtanh",
-    "minimum",
-    "reciprocal",
-    "sigmoid",
-    "tanh",
-}
+_LIMIT = operators("""atan clamp clamp_max erf hardtanh minimum reciprocal sigmoid tanh""")
 _FATEFUL = _MASKS | SOFTMAXES | _MAP_TO_ZERO | _LIMIT
 _PARAMETERS = {"parameter", "master"}
 _MAX_INPUTS = 4
@@ -454,6 +444,7 @@ class OverflowTrace(Trace):
             cause = "update"
         # Without a first step, no weight counts as grown.
         first_largest = self._first_largest or math.inf
+        largest = tracing.real(tracing.dense(bad)).amax()
         birth = Birth(
             self._tracker.place,
             call.name,
@@ -463,14 +454,12 @@ class OverflowTrace(Trace):
             given=cause,
             deliberate=deliberate,
             numbers=tuple(_numbers(call)),
+            negative=bool(largest < math.inf),  # sync: tracing is a diagnosis
             node=node_name(),
             formula=self._tracker.runs_formula,
             grown=self._largest_weight > _GROWTH * first_largest,
             heaviest=self._heaviest_weight(call),
         )
-        if kind == "inf":
-            largest = tracing.real(tracing.dense(bad)).amax()
-            birth.negative = bool(largest < math.inf)  # sync: tracing is a diagnosis
         if cause in ("constant", "update"):
             birth.number = _number(call)
         if self._stepping is not None:
