@@ -148,12 +148,10 @@ class Site:
     Attributes:
         place: Where it ran.
         task: Number of the backward pass in which it ran; -1 for none.
-        birth: The birth of its non-finite result; None if the result is finite.
     """
 
     place: Place
     task: int = -1
-    birth: Any = None
 
 
 class _Running(NamedTuple):
