@@ -215,14 +215,13 @@ def _compare(args: argparse.Namespace) -> int:
     from apex.tools.compare.table import comparison_text
     from apex.tools.devices import parse_device
 
-    patience = PATIENCE if args.levels is None else math.inf
     options = Options(
         levels=parse_levels(args.levels),
         steps=args.steps,
         rounds=args.rounds,
         seed=args.seed,
         device=parse_device(args.device),
-        patience=patience,
+        patience=PATIENCE if args.levels is None else math.inf,
     )
     check_file(args.output)
     check_json(args.json)

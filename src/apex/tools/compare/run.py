@@ -161,9 +161,7 @@ class _Run:
             self.notes.append(f"{text} With fewer --levels it takes less memory.")
 
     def _time(self, names: Sequence[str]) -> None:
-        steps = {}
-        for name in names:
-            steps[name] = self._step(self._prepared(name))
+        steps = {name: self._step(self._prepared(name)) for name in names}
         times = time_interleaved(steps, self._turns(), self._options.device)
         for name in names:
             self._put(name, times=times[name])
