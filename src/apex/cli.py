@@ -41,10 +41,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="apex", description=_QUESTIONS, formatter_class=_Raw)
     parser.add_argument("--version", action="version", version=f"apex-amp {VERSION}")
     subparsers = parser.add_subparsers(title="commands", dest="command")
-    _add_trace(subparsers)
-    _add_compare(subparsers)
-    _add_migrate(subparsers)
-    _add_doctor(subparsers)
+    for add in (_add_trace, _add_compare, _add_migrate, _add_doctor):
+        add(subparsers)
     return parser
 
 
@@ -217,14 +215,13 @@ def _compare(args: argparse.Namespace) -> int:
     from apex.tools.compare.table import comparison_text
     from apex.tools.devices import parse_device
 
-    patience = PATIENCE if args.levels is None else math.inf
     options = Options(
         levels=parse_levels(args.levels),
         steps=args.steps,
         rounds=args.rounds,
         seed=args.seed,
         device=parse_device(args.device),
-        patience=patience,
+        patience=PATIENCE if args.levels is None else math.inf,
     )
     check_file(args.output)
     check_json(args.json)

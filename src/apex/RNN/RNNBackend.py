@@ -8,7 +8,7 @@ States persist between calls, with their graph. ``detach_hidden`` detaches the s
 
 from __future__ import annotations
 
-import math
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from apex._core import arguments
-
-__all__ = ["RNNCell", "bidirectionalRNN", "flatten_list", "is_iterable", "stackedRNN"]
 
 Hiddens = Sequence[Any]
 """One tensor ``[layers, batch, features]`` per hidden state; with ``collect_hidden``, a list of
@@ -80,19 +78,14 @@ class RNNCell(nn.Module):
 
     def new_like(self, new_input_size: int | None = None) -> RNNCell:
         """Returns a cell with the same options and new parameters."""
-        return type(self)(
-            self.gate_multiplier,
-            new_input_size or self.input_size,
-            self.hidden_size,
-            self.cell,
-            self.n_hidden_states,
-            self.bias,
-            self.output_size,
-        )
+        names = inspect.signature(type(self)).parameters
+        options = {name: getattr(self, name) for name in names}  # kept under the same names
+        options["input_size"] = new_input_size or self.input_size
+        return type(self)(**options)
 
     def reset_parameters(self, gain: float = 1) -> None:
         """Draws all parameters uniformly from +-1/sqrt(hidden_size); ignores ``gain``."""
-        bound = 1.0 / math.sqrt(self.hidden_size)
+        bound = self.hidden_size**-0.5
         for param in self.parameters():
             nn.init.uniform_(param, -bound, bound)
 
@@ -103,7 +96,7 @@ class RNNCell(nn.Module):
         """
         size = self.output_size  # of the first state; the others have the size of the cell
         for index, state in enumerate(self.hidden):
-            if state is None or state.shape[0] != bsz:
+            if state is None or len(state) != bsz:
                 self.hidden[index] = self.w_ih.new_zeros(bsz, size)
             else:
                 self.hidden[index] = state.to(self.w_ih)
@@ -141,10 +134,6 @@ class RNNCell(nn.Module):
             states[0] = F.linear(states[0], self.w_ho)
         self.hidden = states
         return tuple(states)
-
-    def extra_repr(self) -> str:
-        """Returns sizes, cell and bias."""
-        return f"{self.input_size}, {self.hidden_size}, cell={self.cell.__name__}, bias={self.bias}"
 
 
 class Stateful(nn.Module):
@@ -191,9 +180,18 @@ class stackedRNN(Stateful):
         self, inputRNN: RNNCell | list[RNNCell], num_layers: int = 1, dropout: float = 0
     ) -> None:
         super().__init__()
+        arguments.integer("num_layers", num_layers, least=1)
+        cells: Any = inputRNN
+        if isinstance(inputRNN, RNNCell):
+            others = [inputRNN.new_like(inputRNN.output_size) for _ in range(num_layers - 1)]
+            cells = [inputRNN, *others]
+        if not isinstance(cells, list) or len(cells) != num_layers:
+            raise ValueError(
+                f"stackedRNN got {cells}; it takes an RNNCell or a list of {num_layers}."
+            )
         self.dropout = dropout
-        self.rnns = nn.ModuleList(_layers(inputRNN, num_layers))
-        self.nLayers = len(self.rnns)
+        self.rnns = nn.ModuleList(cells)
+        self.nLayers = num_layers
 
     def forward(
         self, input: Tensor, collect_hidden: bool = False, reverse: bool = False
@@ -251,7 +249,7 @@ class bidirectionalRNN(Stateful):
         self.dropout = dropout
         self.fwd = stackedRNN(inputRNN, num_layers, dropout)
         self.bckwrd = stackedRNN(inputRNN.new_like(), num_layers, dropout)
-        # For the methods of `Stateful`; therefore the state dict contains each parameter twice.
+        # For the methods of `Stateful`.
         self.rnns = nn.ModuleList([self.fwd, self.bckwrd])
 
     def forward(self, input: Tensor, collect_hidden: bool = False) -> tuple[Tensor, Hiddens]:
@@ -272,16 +270,6 @@ def flatten_list(tens_list: Tensor | Sequence[Tensor]) -> Tensor:
     if isinstance(tens_list, Tensor):
         return tens_list
     return torch.stack(list(tens_list))
-
-
-def _layers(first: Any, num_layers: int) -> list[RNNCell]:
-    """Returns the cells of a stack, from its first cell or the list of all."""
-    arguments.integer("num_layers", num_layers, least=1)
-    if isinstance(first, RNNCell):
-        return [first, *(first.new_like(first.output_size) for _ in range(num_layers - 1))]
-    if not isinstance(first, list) or len(first) != num_layers:
-        raise ValueError(f"stackedRNN got {first}; it takes an RNNCell or a list of {num_layers}.")
-    return first
 
 
 def _concatenated(forward: Any, reverse: Any) -> Any:

@@ -17,9 +17,6 @@ from torch import Tensor
 
 from apex.RNN.RNNBackend import RNNCell, new_parameter
 
-__all__ = ["GRUCell", "LSTMCell", "ReLUCell", "TanhCell", "mLSTMCell", "mLSTMRNNCell"]
-
-
 Bias = Tensor | None
 States = Sequence[Tensor]
 
@@ -35,13 +32,11 @@ def LSTMCell(
 ) -> tuple[Tensor, Tensor]:
     """Returns output and cell state of a long short-term memory cell, ``[batch, hidden]`` each."""
     output, state = hidden
-    gates = _gates(input, output, *weights, **biases)
-    input_gate, forget_gate, candidate, output_gate = gates.chunk(4, dim=-1)
+    gates = _gates(input, output, *weights, **biases).chunk(4, dim=-1)
+    input_gate, forget_gate, candidate, output_gate = gates
     kept = forget_gate.sigmoid() * state
-    added = input_gate.sigmoid() * candidate.tanh()
-    state = kept + added
-    output = output_gate.sigmoid() * state.tanh()
-    return output, state
+    state = kept + input_gate.sigmoid() * candidate.tanh()
+    return output_gate.sigmoid() * state.tanh(), state
 
 
 GRUCell = torch.gru_cell
@@ -90,9 +85,3 @@ class mLSTMRNNCell(RNNCell):  # noqa: N801
         self.w_mih = new_parameter(self.output_size, self.input_size)
         self.w_mhh = new_parameter(self.output_size, self.output_size)
         self.reset_parameters()
-
-    def new_like(self, new_input_size: int | None = None) -> mLSTMRNNCell:
-        """Returns a cell with the same options and new parameters."""
-        return type(self)(
-            new_input_size or self.input_size, self.hidden_size, self.bias, self.output_size
-        )

@@ -8,8 +8,6 @@ from functools import partial
 from apex.RNN.cells import GRUCell, LSTMCell, ReLUCell, TanhCell, mLSTMRNNCell
 from apex.RNN.RNNBackend import RNNCell, bidirectionalRNN, stackedRNN
 
-__all__ = ["GRU", "LSTM", "ReLU", "Tanh", "mLSTM", "toRNNBackend"]
-
 Network = stackedRNN | bidirectionalRNN
 
 
@@ -24,32 +22,21 @@ def toRNNBackend(  # noqa: N802 - apex's name
     return network(inputRNN, num_layers, dropout=dropout)
 
 
-def _network(name: str, kind: str, cell: Callable[..., RNNCell]) -> Callable[..., Network]:
-    """Returns the function ``name``, which creates networks of a cell."""
-
-    def make(
-        input_size: int,
-        hidden_size: int,
-        num_layers: int,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0,
-        bidirectional: bool = False,
-        output_size: int | None = None,
-    ) -> Network:
-        if batch_first:
-            raise ValueError(
-                f"{name} got batch_first=True, which apex ignored: inputs are [steps, batch, "
-                "features]. Omit it, and pass x.transpose(0, 1) if the batch comes first."
-            )
-        first = cell(input_size, hidden_size, bias=bias, output_size=output_size)
-        return toRNNBackend(first, num_layers, bidirectional, dropout)
-
-    make.__name__ = name
-    make.__qualname__ = name
-    make.__doc__ = f"""Returns {kind}.
+def _network(
+    cell: Callable[..., RNNCell],
+    input_size: int,
+    hidden_size: int,
+    num_layers: int,
+    bias: bool = True,
+    batch_first: bool = False,
+    dropout: float = 0,
+    bidirectional: bool = False,
+    output_size: int | None = None,
+) -> Network:
+    """Returns a network of cells.
 
     Args:
+        cell: Creates the first cell; the networks below differ in it alone.
         input_size: Number of input features.
         hidden_size: Number of features of the cell state.
         num_layers: Number of layers.
@@ -61,28 +48,26 @@ def _network(name: str, kind: str, cell: Callable[..., RNNCell]) -> Callable[...
         output_size: Number of features of output and hidden state after a projection; None means
             ``hidden_size``, without a projection.
     """
-    return make
+    if batch_first:
+        raise ValueError(
+            "apex.RNN got batch_first=True, which apex ignored: inputs are [steps, batch, "
+            "features]. Omit it, and pass x.transpose(0, 1) if the batch comes first."
+        )
+    first = cell(input_size, hidden_size, bias=bias, output_size=output_size)
+    return toRNNBackend(first, num_layers, bidirectional, dropout)
 
 
-LSTM = _network(
-    "LSTM",
-    "a long short-term memory network",
-    partial(RNNCell, 4, cell=LSTMCell, n_hidden_states=2),
-)
-GRU = _network(
-    "GRU",
-    "a network of gated recurrent units",
-    partial(RNNCell, 3, cell=GRUCell, n_hidden_states=1),
-)
-ReLU = _network(
-    "ReLU",
-    "an Elman network with ReLU activation",
-    partial(RNNCell, 1, cell=ReLUCell, n_hidden_states=1),
-)
-Tanh = _network(
-    "Tanh",
-    "an Elman network with tanh activation",
-    partial(RNNCell, 1, cell=TanhCell, n_hidden_states=1),
-)
-# Krause et al., "Multiplicative LSTM for sequence modelling", arXiv:1609.07959.
-mLSTM = _network("mLSTM", "a multiplicative LSTM network", mLSTMRNNCell)  # noqa: N816
+LSTM = partial(_network, partial(RNNCell, 4, cell=LSTMCell))
+"""Returns a long short-term memory network."""
+
+GRU = partial(_network, partial(RNNCell, 3, cell=GRUCell, n_hidden_states=1))
+"""Returns a network of gated recurrent units."""
+
+ReLU = partial(_network, partial(RNNCell, 1, cell=ReLUCell, n_hidden_states=1))
+"""Returns an Elman network with ReLU activation."""
+
+Tanh = partial(_network, partial(RNNCell, 1, cell=TanhCell, n_hidden_states=1))
+"""Returns an Elman network with tanh activation."""
+
+mLSTM = partial(_network, mLSTMRNNCell)  # noqa: N816
+"""Returns a multiplicative LSTM network: Krause et al., arXiv:1609.07959."""

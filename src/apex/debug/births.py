@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from apex.debug.place import Place
-from apex.debug.tracing import Values, operator_name
+from apex.debug.rules import SOFTMAXES
+from apex.debug.tracing import Values, operator_name, operators
 
-_DIVIDES = set(
+_DIVIDES = operators(
     """div divide reciprocal rsqrt pow remainder fmod mean var std var_mean std_mean addcdiv
     nll_loss_forward nll_loss2d_forward native_batch_norm native_batch_norm_legit
     batch_norm_with_update cudnn_batch_norm miopen_batch_norm native_layer_norm
-    native_group_norm fused_rms_norm weight_norm_interface""".split()  # noqa: SIM905
+    native_group_norm fused_rms_norm weight_norm_interface"""
 )
 """Operators that divide by an input, or by a number computed from it."""
 
 _POWERS = {"pow", "rsqrt", "sqrt"}
 
-_DEFINED_EVERYWHERE = set(
+_DEFINED_EVERYWHERE = operators(
     """exp exp2 expm1 sinh cosh mul add sub square mm bmm addmm baddbmm sum cumsum
-    convolution""".split()  # noqa: SIM905
+    convolution"""
 )
 """Operators with a true result for all finite inputs."""
+
+_MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
+# These map -inf to 0, the right result.
+_MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}
+_LIMIT = operators("""atan clamp clamp_max erf hardtanh minimum reciprocal sigmoid tanh""")
+FATEFUL = _MASKS | SOFTMAXES | _MAP_TO_ZERO | _LIMIT
+"""Operators that decide what becomes of the values they read."""
 
 
 @dataclass(eq=False)
@@ -33,8 +41,8 @@ class Birth:
 
     Attributes:
         place, op, kind, dtype: As in :class:`~apex.debug.place.Finding`.
-        time: Number of operators traced before the call; ``Births.add`` sets it.
-        steps: Number of optimizer steps before the call; ``Births.add`` sets it.
+        time: Number of operators traced before the call.
+        steps: Number of optimizer steps before the call.
         way: How the model trains: ``"plain"``, ``"autocast"``, or amp's level.
         given: The cause, if it follows from the origin of the values (data, weights, another
             rank), not from the operator; else ``""``.
@@ -183,6 +191,32 @@ class Birth:
         """The operator and its line."""
         return self.op, self.place.location
 
+    def meet(self, operator: str, *, is_finite: bool) -> None:
+        """Records that an operator read the values; ``is_finite`` tells of its results."""
+        if operator in SOFTMAXES:
+            self.feeds_softmax = True
+        if is_finite and operator in _MAP_TO_ZERO:
+            self.absorbed = True
+        if is_finite and operator in _LIMIT:
+            self.limited = True
+        if is_finite and operator in _MASKS and not self.deliberate:
+            self.masked = True
+
+    def pass_on(self, operator: str, module: str) -> None:
+        """Records the first operator that read the values and passed them on."""
+        if not self.reader:
+            self.reader = operator
+            self.reader_module = module
+
+    def differentiate(self) -> None:
+        """Records that a derivative of the operator is not finite."""
+        if self.masked:
+            self.masked_again = True
+
+    def reach(self) -> None:
+        """Records that the values reached the loss or weights."""
+        self.stepped = True
+
     def rank(self) -> tuple[bool, bool, bool, int]:
         """Returns the key that sorts births, the most severe first."""
         is_stale = self.given == "gradients"  # left by an earlier step
@@ -245,10 +279,17 @@ class Births:
 
     # -- births ----------------------------------------------------------------------------------
 
+    def count_operator(self) -> None:
+        """Counts an operator."""
+        self.time += 1
+
+    def count_step(self) -> None:
+        """Counts an optimizer step."""
+        self.steps += 1
+
     def add(self, birth: Birth) -> Birth:
-        """Records a birth at the current operator, and returns it."""
-        birth.time = self.time
-        birth.steps = self.steps
+        """Returns a birth with the time of the current operator, and records it."""
+        birth = replace(birth, time=self.time, steps=self.steps)
         if not birth.deliberate:
             self._pending.append(birth)
             if birth.is_lost:
@@ -258,7 +299,7 @@ class Births:
     def reach(self, birth: Birth, *, certain: bool = True) -> None:
         """Records that values reached the loss, a weight or a buffer."""
         self._reached[birth] = None
-        birth.stepped = True
+        birth.reach()
         self.certain |= certain
 
     def reach_gradient(self, name: str, birth: Birth | None, *, backward: int) -> None:

@@ -324,8 +324,7 @@ class FrozenUpdates:
             ]
         elif self.worst is not None:
             lines = [f"Updates lost: {self.worst}"]
-        for name, error in self.errors.items():
-            lines.append(f"{name} has no verdict: {error}")
+        lines += [f"{name} has no verdict: {error}" for name, error in self.errors.items()]
         return "\n".join(lines)
 
 
@@ -333,11 +332,7 @@ def _wanted_values(optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:
     """Returns, by parameter with a gradient, the values after a step in fp64."""
     wide = {param: _widened(param) for param in params_of(optimizer)}
     _copy_of(optimizer, wide).step()
-    wanted = {}
-    for param, wider in wide.items():
-        if param.grad is not None:
-            wanted[param] = wider.detach()
-    return wanted
+    return {param: wider.detach() for param, wider in wide.items() if param.grad is not None}
 
 
 def _copy_of(optimizer: Optimizer, wide: dict[nn.Parameter, nn.Parameter]) -> Any:

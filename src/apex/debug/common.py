@@ -268,17 +268,11 @@ def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[list[s
 
     ``left`` tells which columns are aligned to the left; the others are aligned to the right.
     """
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    rows = []
-    for row in table:
-        cells = []
-        for cell, width, is_left in zip(row, widths, left, strict=True):
-            if is_left:
-                cells.append(cell.ljust(width))
-            else:
-                cells.append(cell.rjust(width))
-        rows.append(cells)
-    return rows
+    formats = []
+    for is_left, *column in zip(left, *table, strict=True):
+        width = max(map(len, column))
+        formats.append(f"{'<' if is_left else '>'}{width}")
+    return [[*map(format, row, formats)] for row in table]
 
 
 def to_json(value: Any) -> str:

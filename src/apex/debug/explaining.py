@@ -166,17 +166,14 @@ class Explanation:
     @property
     def total(self) -> Total:
         """The sums over all operators, the loss included."""
-        seconds = math.fsum(row.seconds for row in self.ops)
-        low_precision_seconds = 0.0
-        casts = 0
-        cast_bytes = 0
-        for row in self.ops:
-            if row.cast_bytes:
-                casts += row.calls
-                cast_bytes += row.cast_bytes
-            elif row.computed_in in LOW:
-                low_precision_seconds += row.seconds
-        return Total(seconds, low_precision_seconds, casts, cast_bytes)
+        casts = [row for row in self.ops if row.cast_bytes]
+        low = [row for row in self.ops if row.computed_in in LOW and not row.cast_bytes]
+        return Total(
+            seconds=math.fsum(row.seconds for row in self.ops),
+            low_precision_seconds=math.fsum(row.seconds for row in low),
+            casts=sum(row.calls for row in casts),
+            cast_bytes=sum(row.cast_bytes for row in casts),
+        )
 
     def to_text(self, *, rows: int | None = 40) -> str:
         """Returns the totals and a table.
@@ -284,14 +281,9 @@ class _Costs(Trace):
 
     def rows(self) -> tuple[OpRow, ...]:
         """Returns one record per operator, in order of first use."""
-        rows = []
-        for row, times in self._seconds.items():
-            rows.append(
-                replace(
-                    row,
-                    calls=len(times),
-                    seconds=math.fsum(times),
-                    cast_bytes=self._cast_bytes[row],
-                )
+        return tuple(
+            replace(
+                row, calls=len(times), seconds=math.fsum(times), cast_bytes=self._cast_bytes[row]
             )
-        return tuple(rows)
+            for row, times in self._seconds.items()
+        )

@@ -17,29 +17,13 @@ from apex._engine.optimizer.subclass import prepared_state
 from apex._torch import ranks
 from apex._torch.autograd import backward_id
 from apex.debug import tracing
-from apex.debug.births import Birth, Births
+from apex.debug.births import FATEFUL, Birth, Births
 from apex.debug.causes import finding_of
 from apex.debug.common import Held, held_by, listed, to_json
-from apex.debug.place import Finding, node_name, owner_of, runs_in_scaler
-from apex.debug.rules import SOFTMAXES
+from apex.debug.place import Finding, Site, node_name, owner_of, runs_in_scaler
 from apex.debug.scaled import ScaledGradients
 from apex.debug.tracing import ByMemory, Call, Trace, floating, kind_of
 
-_MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
-# These map -inf to 0, the right result.
-_MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}
-_LIMIT = {
-    "atan",
-    "clamp",
-    "clamp_max",
-    "erf",
-    "hardtanh",
-    "minimum",
-    "reciprocal",
-    "sigmoid",
-    "tanh",
-}
-_FATEFUL = _MASKS | SOFTMAXES | _MAP_TO_ZERO | _LIMIT
 _PARAMETERS = {"parameter", "master"}
 _MAX_INPUTS = 4
 
@@ -129,9 +113,7 @@ class _Observed:
     def values_of(self, tensor: Tensor) -> Tensor:
         """Returns the values of an argument before the call."""
         known = self._overwritten.get(tensor)
-        if known is None:
-            return tensor
-        return known.values
+        return known.values if known else tensor
 
     @functools.cached_property
     def inputs(self) -> list[_Input]:
@@ -139,9 +121,7 @@ class _Observed:
         inputs = []
         for tensor in self._read:
             known = self._overwritten.get(tensor)
-            if known is None:
-                known = _Input(tensor, tensor, kind_of(tensor))
-            inputs.append(known)
+            inputs.append(known or _Input(tensor, tensor, kind_of(tensor)))
         return inputs
 
 
@@ -158,6 +138,8 @@ class OverflowTrace(Trace):
             )
         super().__init__(*models)
         self._births = Births()
+        # The birth of the non-finite result at each autograd node.
+        self._births_by_site = weakref.WeakKeyDictionary[Site, Birth]()
         # Scale of a loss that the scaler multiplied before, and whether the scale is dynamic.
         unseen = 1.0, False
         if scaler is not None and scaler.is_enabled():
@@ -238,7 +220,7 @@ class OverflowTrace(Trace):
 
     def _before(self, call: Call) -> _Observed | None:
         """Returns the call with its inputs; None if it sets no values."""
-        self._births.time += 1
+        self._births.count_operator()
         if call.traits.uninitialized:  # its values count once they are read
             return None
         is_view = call.traits.view and call.name != "aten.lift_fresh"
@@ -324,19 +306,12 @@ class OverflowTrace(Trace):
         call = observed.call
         # Autograd starts a backward pass by a 1 like the loss.
         starts_backward = call.name == "aten.ones_like" and call.args[0].numel() == 1
-        if not starts_backward and call.base not in _FATEFUL:
+        if not starts_backward and call.base not in FATEFUL:
             return
         for birth in self._births_read(observed):
             if starts_backward:
                 self._births.reach(birth)
-            if call.base in SOFTMAXES:
-                birth.feeds_softmax = True
-            if is_finite and call.base in _MAP_TO_ZERO:
-                birth.absorbed = True
-            if is_finite and call.base in _LIMIT:
-                birth.limited = True
-            if is_finite and call.base in _MASKS and not birth.deliberate:
-                birth.masked = True
+            birth.meet(call.base, is_finite=is_finite)
 
     def _add_misuse(
         self,
@@ -363,7 +338,7 @@ class OverflowTrace(Trace):
         )
         if birth.site not in self._misused:
             self._misused.add(birth.site)
-            self._births.add(birth)
+            birth = self._births.add(birth)
             self._births.reach(birth, certain=not birth.masked)
 
     # -- where values come from --------------------------------------------------------------------
@@ -378,9 +353,7 @@ class OverflowTrace(Trace):
         if not births:
             return self._first_birth(observed, bad, kind)
         worst = min(births, key=Birth.rank)
-        if not worst.reader:
-            worst.reader = observed.call.base
-            worst.reader_module = self._tracker.module[0]
+        worst.pass_on(observed.call.base, self._tracker.module[0])
         reads_nan = any(read.kind == "nan" for read in observed.inputs)
         is_new_nan = kind == "nan" and not reads_nan
         # A mask's infinity is harmless until a call makes a NaN of it.
@@ -391,10 +364,9 @@ class OverflowTrace(Trace):
     def _first_birth(self, observed: _Observed, bad: Tensor, kind: str) -> Birth:
         """Returns the birth of non-finite outputs of finite inputs."""
         forward = self._tracker.forward_site
-        if forward is not None and forward.birth:
-            known: Birth = forward.birth
-            if known.masked:
-                known.masked_again = True
+        if forward is not None and forward in self._births_by_site:
+            known = self._births_by_site[forward]
+            known.differentiate()
             return known  # its derivative is infinite, too
         cause = ""
         if _number(observed.call) is not None and not self._in_step:
@@ -402,7 +374,7 @@ class OverflowTrace(Trace):
         birth = self._birth(observed, bad, kind, cause, deliberate=bool(cause))
         created = self._tracker.created_site
         if created is not None:
-            created.birth = birth
+            self._births_by_site[created] = birth
         return birth
 
     def _input_birth(self, read: _Input, observed: _Observed) -> Birth:
@@ -454,70 +426,86 @@ class OverflowTrace(Trace):
     ) -> Birth:
         """Adds the birth of the values of ``bad``, an input or an output of a call."""
         call = observed.call
+        place = self._tracker.place
+        is_backward = place.direction == "backward"
         if not cause and self._is_update(call):
             cause = "update"
+        number = None
+        if cause in ("constant", "update"):
+            number = _number(call)
+        measured: dict[str, Any] = {}
+        if not deliberate and not self._in_step:
+            measured = self._measured(observed, cause)
+        scale = 1.0
+        dynamic = False
+        if is_backward:
+            scale, dynamic = self._scaled.loss_scale
         # Without a first step, no weight counts as grown.
         first_largest = self._first_largest or math.inf
+        largest = tracing.real(tracing.dense(bad)).amax()
+        cause, names, unwritten = self._named_weights(cause, bad, place.module)
         birth = Birth(
-            self._tracker.place,
+            place,
             call.name,
             kind,
             bad.dtype,
             way=self._way,
             given=cause,
             deliberate=deliberate,
+            number=number,
             numbers=tuple(_numbers(call)),
+            negative=bool(largest < math.inf),  # sync: tracing is a diagnosis
             node=node_name(),
             formula=self._tracker.runs_formula,
+            names=names,
+            unwritten=unwritten,
+            eps=self._eps,
             grown=self._largest_weight > _GROWTH * first_largest,
             heaviest=self._heaviest_weight(call),
+            scale=scale,
+            dynamic=dynamic,
+            # A norm of scaled gradients may overflow. It is a fault only if a result is non-finite.
+            absorbed=not is_backward and self._scaled.scale_of(call.arguments) != 1.0,
+            **measured,
         )
-        if kind == "inf":
-            largest = tracing.real(tracing.dense(bad)).amax()
-            birth.negative = bool(largest < math.inf)  # sync: tracing is a diagnosis
-        if cause in ("constant", "update"):
-            birth.number = _number(call)
+        return self._births.add(birth)
+
+    @property
+    def _eps(self) -> float:
+        """The eps of the optimizer that steps; inf without one."""
         if self._stepping is not None:
             eps = self._stepping.param_groups[0].get("eps")
             if isinstance(eps, int | float):  # not a pair, as Adafactor's
-                birth.eps = eps
-        if birth.backward:
-            birth.scale, birth.dynamic = self._scaled.loss_scale
-        else:
-            # A norm of scaled gradients may overflow. It is a fault only if a result is non-finite.
-            birth.absorbed = self._scaled.scale_of(call.arguments) != 1.0
-        if not deliberate and not self._in_step:
-            self._measure(birth, observed)
-        self._name_weights(birth, bad)
-        return self._births.add(birth)
+                return eps
+        return math.inf
 
-    def _measure(self, birth: Birth, observed: _Observed) -> None:
-        """Records the inputs' ranges and the true result, unless the inputs are too large."""
+    def _measured(self, observed: _Observed, cause: str) -> dict[str, Any]:
+        """Returns the inputs' ranges and the true result, unless the inputs are too large."""
         values = [read.values for read in observed.inputs]
         elements = sum(map(Tensor.numel, values))
         if elements > _MAX_COPIED or not observed.has_copies:
-            return
-        birth.inputs = tuple(map(tracing.values_of, values[:_MAX_INPUTS]))
-        if not birth.given:
+            return {}
+        true = None
+        if not cause:
             before = observed.call.mapped(observed.values_of)
-            birth.true = tracing.largest_in_double(before)
+            true = tracing.largest_in_double(before)
+        return {"inputs": tuple(map(tracing.values_of, values[:_MAX_INPUTS])), "true": true}
 
-    def _name_weights(self, birth: Birth, bad: Tensor) -> None:
-        """Names a birth's weights: the non-finite ones, or the ones that nothing has written."""
+    def _named_weights(self, cause: str, bad: Tensor, module: str) -> tuple[str, str, bool]:
+        """Returns the cause, the names of its weights, and whether nothing has written them."""
+        names = ""
         held = self._held().of(bad)
-        if birth.given == "weights" and held is not None:
-            birth.names = held.name
-        if birth.given not in ("", "weights"):
-            return
-        unwritten = []
-        for name, role, value in held_by(self._tracker.models, self._optimizers):
-            is_own = role in ("parameter", "buffer") and owner_of(name) == birth.place.module
-            if is_own and self._unwritten.of(value):
-                unwritten.append(name)
-        if unwritten:
-            birth.given = "weights"
-            birth.unwritten = True
-            birth.names = ", ".join(unwritten)
+        if cause == "weights" and held is not None:
+            names = held.name
+        if cause in ("", "weights"):
+            unwritten = []
+            for name, role, value in held_by(self._tracker.models, self._optimizers):
+                is_own = role in ("parameter", "buffer") and owner_of(name) == module
+                if is_own and self._unwritten.of(value):
+                    unwritten.append(name)
+            if unwritten:
+                return "weights", ", ".join(unwritten), True
+        return cause, names, False
 
     # -- weights -------------------------------------------------------------------
 

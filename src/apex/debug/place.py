@@ -117,10 +117,7 @@ class Finding(Place):
         """The remedies, one a line, numbered if there are several."""
         if len(self.remedies) == 1:
             return self.remedies[0]
-        lines = []
-        for number, remedy in enumerate(self.remedies, 1):
-            lines.append(f"{number}. {remedy}")
-        return "\n".join(lines)
+        return "\n".join(f"{number}. {text}" for number, text in enumerate(self.remedies, 1))
 
     def __str__(self) -> str:
         cause = f"{self.cause}: {self.why}"
@@ -148,12 +145,10 @@ class Site:
     Attributes:
         place: Where it ran.
         task: Number of the backward pass in which it ran; -1 for none.
-        birth: The birth of its non-finite result; None if the result is finite.
     """
 
     place: Place
     task: int = -1
-    birth: Any = None
 
 
 class _Running(NamedTuple):

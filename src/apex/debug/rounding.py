@@ -206,11 +206,11 @@ class RoundingTrace(Trace):
     @property
     def is_cut_off(self) -> bool:
         """Whether backward passes have ended in zeros before any parameter."""
-        return self._cut_at is not None and not self._has_gradients
+        return self._cut_at is not None
 
     @property
     def _headline(self) -> str:
-        if self._cut_at is not None and not self._has_gradients:
+        if self._cut_at is not None:
             op, place = self._cut_at
             return f"No weight got a gradient: {op} {place.where} returned zeros.\n{place.shown}"
         if self.worst is not None:
@@ -280,7 +280,9 @@ class RoundingTrace(Trace):
         place = self._tracker.place
         norms = [bool(gradient.norm()) for gradient in floating(result)]  # sync: a diagnosis
         if self._tracker.accumulating is not None:
-            self._has_gradients = any(norms)
+            if any(norms):
+                self._has_gradients = True
+                self._cut_at = None
         elif place.direction == "backward" and self._cut_at is None:
             is_cut = bool(norms) and not any(norms)
             if is_cut and any(operand.norm() for operand in floating(call.arguments)):

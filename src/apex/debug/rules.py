@@ -51,7 +51,7 @@ from torch import Tensor
 
 from apex._core import tree
 from apex.debug import tracing
-from apex.debug.tracing import Call
+from apex.debug.tracing import Call, operators
 
 AMPLIFICATION = 4.0
 """Factor by which a well-conditioned operator may multiply errors."""
@@ -80,26 +80,10 @@ _DECIDED = 0.9
 
 # -- operators, by their base names ----------------------------------------------------------------
 
-MOVES = {
-    "to_copy",
-    "copy",
-    "clone",
-    "cat",
-    "stack",
-    "repeat",
-    "roll",
-    "flip",
-    "where",
-    "constant_pad_nd",
-    "embedding",
-    "gather",
-    "index",
-    "index_select",
-    "masked_select",
-    "masked_fill",
-    "select_backward",
-    "slice_backward",
-}
+MOVES = operators(
+    """to_copy copy clone cat stack repeat roll flip where constant_pad_nd embedding gather index
+    index_select masked_select masked_fill select_backward slice_backward"""
+)
 """Operators that only move values, and so lose no more than a cast."""
 
 DIFFERENCES = {"add", "sub", "rsub"}
@@ -110,58 +94,24 @@ LINEAR = MOVES | DIFFERENCES | {"mul", "div", "neg", "lerp", "addcmul"}
 SUMS_OF_OPERANDS = DIFFERENCES | {"cat", "stack", "lerp"}
 """Operators to whose result each input contributes in proportion to its size."""
 
-DECIDED_BY_SECOND = {
-    "threshold_backward",
-    "leaky_relu_backward",
-    "hardtanh_backward",
-    "hardswish_backward",
-    "hardsigmoid_backward",
-    "hardshrink_backward",
-    "softshrink_backward",
-    "prelu_kernel_backward",
-}
+DECIDED_BY_SECOND = operators(
+    """threshold_backward leaky_relu_backward hardtanh_backward hardswish_backward
+    hardsigmoid_backward hardshrink_backward softshrink_backward prelu_kernel_backward"""
+)
 """Operators that decide by their second argument; see Note [Decisions]."""
 
-DECISIONS = {
-    "sign",
-    "sgn",
-    "round",
-    "floor",
-    "ceil",
-    "trunc",
-    "heaviside",
-    "frac",
-    "amp_update_scale",
-}
+DECISIONS = operators("""sign sgn round floor ceil trunc heaviside frac amp_update_scale""")
 """Operators whose result is a decision."""
 
-_SUMS = {
-    "add",
-    "sum",
-    "mean",
-    "mm",
-    "bmm",
-    "mv",
-    "dot",
-    "addmm",
-    "addmv",
-    "addbmm",
-    "baddbmm",
-    "linear",
-    "convolution",
-    "convolution_backward",
-}
+_SUMS = operators(
+    """add sum mean mm bmm mv dot addmm addmv addbmm baddbmm linear convolution
+    convolution_backward"""
+)
 """Operators that accumulate in fp32."""
 
-_IN_PLACE_SUMS = {
-    "embedding_dense_backward",
-    "index_add",
-    "scatter_add",
-    "index_put",
-    "index_put_impl",
-    "put",
-    "scatter_reduce",
-}
+_IN_PLACE_SUMS = operators(
+    """embedding_dense_backward index_add scatter_add index_put index_put_impl put scatter_reduce"""
+)
 """Operators that accumulate in the tensor itself; see Note [Tolerance]."""
 
 _NORM_BACKWARDS = {

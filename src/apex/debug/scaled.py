@@ -142,9 +142,8 @@ class ScaledGradients:
             if not is_number:
                 continue
             factor = float(value)
-            for known in (scale, 1.0 / scale):
-                if math.isclose(factor, known, rel_tol=1e-3):
-                    return True
+            if any(math.isclose(factor, known, rel_tol=1e-3) for known in (scale, 1.0 / scale)):
+                return True
         return False
 
     def _mixes(self, call: Call, changed: list[Tensor]) -> bool:

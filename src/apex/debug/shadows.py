@@ -91,6 +91,19 @@ class Shadow:
             values = torch._neg_view(values)
         return values
 
+    def write(self, pair: Pair, *, unit: float, entry: float | None, origin: Origin | None) -> None:
+        """Takes the values of a tensor that an operator has just written, and their history."""
+        tensor = pair.low
+        self.origin = origin or self.origin
+        self.unit = max(unit, self.unit, rules.roundoff(tensor.dtype))
+        is_whole = tensor.numel() == self.values.numel()
+        # A write to a part of the storage keeps the larger entry of the two.
+        if is_whole or self.entry is None:
+            self.entry = entry
+        elif entry is not None:
+            self.entry = max(entry, self.entry)
+        self.view(tensor).copy_(pair.high)
+
 
 class Shadows(ByMemory[Shadow]):
     """The shadows of all live storages; a value without a shadow is exact."""
@@ -120,17 +133,8 @@ class Shadows(ByMemory[Shadow]):
 
     def write(self, pair: Pair, *, unit: float, entry: float | None, origin: Origin | None) -> None:
         """Sets the shadow of a tensor that an operator has just written."""
-        tensor = pair.low
-        shadow = self.of(tensor) or self._added(tensor)
-        shadow.origin = origin or shadow.origin
-        shadow.unit = max(unit, shadow.unit, rules.roundoff(tensor.dtype))
-        is_whole = tensor.numel() == shadow.values.numel()
-        # A write to a part of the storage keeps the larger entry of the two.
-        if is_whole or shadow.entry is None:
-            shadow.entry = entry
-        elif entry is not None:
-            shadow.entry = max(entry, shadow.entry)
-        shadow.view(tensor).copy_(pair.high)
+        shadow = self.of(pair.low) or self._added(pair.low)
+        shadow.write(pair, unit=unit, entry=entry, origin=origin)
 
     def _added(self, tensor: Tensor) -> Shadow:
         """Adds a shadow of a tensor's storage, equal to its present values."""

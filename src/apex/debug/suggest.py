@@ -334,8 +334,5 @@ def _gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """Returns the gradients of a model's parameters in fp32, by name."""
     params = {name: param for name, param in named_parameters(model) if param.requires_grad}
     gradients = common.gradients(loss, list(params.values()))
-    by_name = {}
-    for name, gradient in zip(params, gradients, strict=True):
-        if gradient is not None:
-            by_name[name] = gradient.to_dense().float()
-    return by_name
+    named = zip(params, gradients, strict=True)
+    return {name: grad.to_dense().float() for name, grad in named if grad is not None}

@@ -57,6 +57,12 @@ EXCHANGES = ("c10d", "_c10d", "symm_mem", "_dtensor")
 _LOCAL = ("aten.", "torchvision.")
 """Prefixes of operators that compute in this process only."""
 
+
+def operators(names: str) -> frozenset[str]:
+    """Returns the operators that a text names, by their base names."""
+    return frozenset(names.split())
+
+
 _OVERWRITES = {"copy", "fill", "zero", "uniform", "normal", "recv", "recv_any_source"}
 """Operators that write an argument without reading its previous values."""
 

@@ -253,8 +253,7 @@ def _by_loss(passes: list[Pass]) -> dict[int, list[Pass]]:
     by_loss: dict[int, list[Pass]] = defaultdict(list)
     for item in passes:
         by_loss[item.loss_id].append(item)
-    in_order = sorted(by_loss.items())
-    return dict(in_order)
+    return dict(sorted(by_loss.items()))
 
 
 def _norm(params: Iterable[Tensor]) -> Tensor:

@@ -64,14 +64,11 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
     value: object = dtype
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
         raise TypeError(f"dtype is {dtype!r}; it must be a floating dtype, such as torch.float16.")
-    params = module.parameters(recurse=False)
-    buffers = module.buffers(recurse=False)
-    for tensor in (*params, *buffers):
-        if not dtypes.is_castable(tensor):
-            continue
-        tensor.data = tensor.data.to(dtype)
-        if tensor.grad is not None:
-            tensor.grad.data = tensor.grad.data.to(dtype)
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if dtypes.is_castable(tensor):
+            tensor.data = tensor.data.to(dtype)
+            if tensor.grad is not None:
+                tensor.grad.data = tensor.grad.data.to(dtype)
 
 
 def convert_network(network: Module, dtype: torch.dtype) -> Module:
@@ -82,9 +79,8 @@ def convert_network(network: Module, dtype: torch.dtype) -> Module:
     """
     arguments.module("convert_network", network)
     for module in network.modules():
-        if _keeps_fp32(module):
-            continue
-        convert_module(module, dtype)
+        if not _keeps_fp32(module):
+            convert_module(module, dtype)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
     return network
@@ -141,13 +137,13 @@ def model_grads_to_master_grads(
         ValueError: If the lists do not match, or are swapped.
     """
     model_params, master_params = _fitting(model_params, master_params, flat_master)
-    grads = []
     if flat_master:
-        for param in model_params:
-            grad = torch.zeros_like(param) if param.grad is None else param.grad
-            grads.append(grad)
-        master_params[0].grad = flatten(grads).float()
+        zeros_or_grads = [
+            torch.zeros_like(param) if param.grad is None else param.grad for param in model_params
+        ]
+        master_params[0].grad = flatten(zeros_or_grads).float()
         return
+    grads = []
     receivers = []
     for param, master in zip(model_params, master_params, strict=True):
         master.grad = None

@@ -305,10 +305,7 @@ class MasterWrapper:
 
     def _loaded_scale(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the attributes of the loss scale from a state dict."""
-        scale = {}
-        for name in _ALL_OF_SCALE:
-            if name in state:
-                scale[name] = state[name]
+        scale = {name: state[name] for name in _ALL_OF_SCALE if name in state}
         scale["cur_scale"] = checked_static(scale["cur_scale"], "cur_scale")
         scale["dynamic"] = bool(scale.pop("dynamic_loss_scale"))
         return scale

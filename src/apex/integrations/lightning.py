@@ -48,6 +48,15 @@ _FABRIC = _BASES.get("lightning.fabric") or _BASES["lightning_fabric"]
 _Precision: Any = type("_Precision", tuple(_BASES.values()), {})
 
 
+def _of_library(name: str) -> Callable[..., Any]:
+    """Returns a method that calls the method ``name`` of the library's own plugin class."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._library, name)(self, *args, **kwargs)
+
+    return call
+
+
 class ApexPrecision(_Precision):
     """Trains with ``apex.amp`` in Lightning: ``Trainer(plugins=ApexPrecision("O5"))``.
 
@@ -175,9 +184,11 @@ class ApexPrecision(_Precision):
 
     # -- training ----------------------------------------------------------------------------
 
-    def pre_backward(self, tensor: Tensor, module: nn.Module | None) -> Any:
-        """Runs the Trainer's hooks before the backward pass, on the unscaled loss."""
-        return self._library.pre_backward(self, tensor, module)
+    # The library's own: they run the Trainer's hooks, on the unscaled loss, and clip.
+    pre_backward = _of_library("pre_backward")
+    post_backward = _of_library("post_backward")
+    _after_closure = _of_library("_after_closure")
+    _clip_gradients = _of_library("_clip_gradients")
 
     def backward(
         self, tensor: Tensor, model: nn.Module | None, *args: Any, loss_id: int = 0, **kwargs: Any
@@ -206,10 +217,6 @@ class ApexPrecision(_Precision):
         with amp.scale_loss(tensor, self._optimizers, loss_id) as scaled_loss:
             self._library.backward(self, scaled_loss, model, *args, **kwargs)
 
-    def post_backward(self, tensor: Tensor, module: nn.Module | None) -> Any:
-        """Runs the Trainer's hooks after the backward pass."""
-        return self._library.post_backward(self, tensor, module)
-
     def optimizer_step(
         self,
         optimizer: Any,
@@ -232,12 +239,6 @@ class ApexPrecision(_Precision):
         self._after_closure(model, optimizer)
         optimizer.step(**kwargs)
         return result
-
-    def _after_closure(self, model: Any, optimizer: Any) -> None:
-        self._library._after_closure(self, model, optimizer)
-
-    def _clip_gradients(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        self._library._clip_gradients(self, model, *args, **kwargs)
 
     # -- checkpoints -------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class OverflowCallback(TrainerCallback):
 
     def on_train_begin(self, *_: Any, model: Any, **others: Any) -> None:
         """Starts to watch the model."""
-        self._stop()
+        self.on_train_end()
         self._consecutive_bad_steps = 0
         calls = self._calls  # the hook must not keep the callback alive
 
@@ -115,22 +115,18 @@ class OverflowCallback(TrainerCallback):
         if may_back_off and self._consecutive_bad_steps < self._after_skips:
             return
         trace = self._traced(model, scaler)
-        if may_back_off:
-            is_only_scale = trace.first is None or trace.first.cause == "loss scale"
-            if is_only_scale:
-                self._consecutive_bad_steps = 0
-                return
+        is_only_scale = trace.first is None or trace.first.cause == "loss scale"
+        if may_back_off and is_only_scale:
+            self._consecutive_bad_steps = 0
+            return
         self.trace = trace
         step = state.global_step + 1
         stem = Path(args.output_dir, f"overflow-step-{step}")
         self._report(f"Step {step}: {fault}.", trace, model, stem)
-        self._stop()
+        self.on_train_end()
 
     def on_train_end(self, *_: Any, **others: Any) -> None:
         """Stops watching."""
-        self._stop()
-
-    def _stop(self) -> None:
         self._calls.clear()
         if self._remove is not None:
             self._remove()

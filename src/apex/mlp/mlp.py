@@ -44,10 +44,7 @@ class MlpFunction(torch.autograd.Function):
             grad_output = grad_o.to(output.dtype)
             grads = torch.autograd.grad(output, trainable, grad_output, create_graph=create_graph)
         remaining = iter(grads)
-        all_grads = []
-        for arg in args:
-            grad = next(remaining) if arg.requires_grad else None
-            all_grads.append(grad)
+        all_grads = [next(remaining) if arg.requires_grad else None for arg in args]
         return None, None, *all_grads
 
 

@@ -97,8 +97,7 @@ def remove_reparameterization(
             raise ValueError(f"{name!r} has no {reparameterization.__name__} in {module}.")
         detach(owner, weight)
         return module
-    owners = [module] if remove_all else module.modules()
-    for owner in owners:
+    for owner in [module] if remove_all else module.modules():
         for weight in [*getattr(owner, "parametrizations", ())]:
             if isinstance(attached(owner, weight), reparameterization):
                 detach(owner, weight)

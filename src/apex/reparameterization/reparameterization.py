@@ -101,7 +101,7 @@ class Reparameterization:
         # torch also calls this, but would ignore a NotImplementedError.
         names, _ = rule.reparameterize(own_name, weight, dim)
         rule.reparameterization_names = list(names)
-        computed = _Computed(rule)
+        computed = _Computed(rule, own_name)
         parametrize.register_parametrization(owner, own_name, computed, unsafe=True)
         # torch has given this module a separate class, so the properties affect no other module.
         for index, part in enumerate(names):
@@ -169,8 +169,7 @@ class Reparameterization:
         Raises:
             ValueError: If the weight also has other parametrizations.
         """
-        owner, own_name = Reparameterization.get_module_and_name(module, self.name)
-        detach(owner, own_name)
+        detach(*self.get_module_and_name(module, self.name))
 
     def backward_hook(self, module: nn.Module, grad_input: object, grad_output: object) -> None:
         """Does nothing: each read computes the weight."""
@@ -192,7 +191,7 @@ def detach(module: nn.Module, name: str) -> None:
     for part in computed.rule.reparameterization_names:
         delattr(type(module), part)
     value = getattr(module, name)
-    parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+    parametrize.remove_parametrizations(module, name)
     if not value.requires_grad:  # torch turns a frozen weight into a buffer
         delattr(module, name)
         setattr(module, name, nn.Parameter(value, requires_grad=False))
@@ -206,6 +205,12 @@ def attached(module: nn.Module, name: str) -> Reparameterization | None:
     return None
 
 
+def _parametrizations(module: nn.Module, name: str) -> Sequence[nn.Module]:
+    if not parametrize.is_parametrized(module, name):
+        return ()
+    return list(module.parametrizations[name])  # type: ignore[index]
+
+
 class _Computed(nn.Module):
     """A rule in the form of a torch parametrization.
 
@@ -216,23 +221,21 @@ class _Computed(nn.Module):
 
     loading: RemovableHandle
 
-    def __init__(self, rule: Reparameterization) -> None:
+    def __init__(self, rule: Reparameterization, name: str) -> None:
         super().__init__()
         self.rule = rule
+        self._name = name
 
     def forward(self, *parts: Tensor) -> Tensor:
         """Returns the weight computed from its parts."""
         rule = self.rule
-        owner, name = rule.get_module_and_name(rule.module, rule.name)
+        owner, _ = rule.get_module_and_name(rule.module, rule.name)
         parts_by_name = dict(zip(rule.reparameterization_names, parts, strict=True))
-        module = _WithParts(owner, parts_by_name)
-        return rule.compute_weight(module, name)
+        return rule.compute_weight(_WithParts(owner, parts_by_name), self._name)
 
     def right_inverse(self, weight: Tensor) -> Sequence[Tensor]:
         """Returns the parts of a weight."""
-        rule = self.rule
-        _, name = rule.get_module_and_name(rule.module, rule.name)
-        _, parts = rule.reparameterize(name, weight, rule.dim)
+        _, parts = self.rule.reparameterize(self._name, weight, self.rule.dim)
         return list(parts)
 
 
@@ -240,19 +243,10 @@ class _WithParts:
     """A view of a module with the parts that torch passes in, such as the parts of a replica."""
 
     def __init__(self, module: nn.Module, parts: dict[str, Tensor]) -> None:
-        self._module = module
-        self._parts = parts
+        vars(self).update(parts, _module=module)
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._parts:
-            return self._parts[name]
         return getattr(self._module, name)
-
-
-def _parametrizations(module: nn.Module, name: str) -> Sequence[nn.Module]:
-    if not parametrize.is_parametrized(module, name):
-        return ()
-    return list(module.parametrizations[name])  # type: ignore[index]
 
 
 def _rename_old(

@@ -24,29 +24,20 @@ class WeightNorm(Reparameterization):
 
     def compute_weight(self, module: Any = None, name: str | None = None) -> Tensor:
         """Returns the weight computed from magnitude and direction."""
-        if module is None:
-            module = self.module
-        if name is None:
-            name = self.name
-        owner, own_name = self.get_module_and_name(module, name)
+        owner, own_name = self.get_module_and_name(module or self.module, name or self.name)
         direction = getattr(owner, f"{own_name}_v")
         magnitude = getattr(owner, f"{own_name}_g")
-        dim = _torch_dim(direction, self.dim)
-        return torch._weight_norm(direction, magnitude, dim)
+        return torch._weight_norm(direction, magnitude, _torch_dim(self.dim))
 
     def reparameterize(
         self, name: str, weight: Tensor, dim: int | None
     ) -> tuple[list[str], Sequence[Tensor]]:
         """Returns names and values of the magnitude and of the direction (the weight itself)."""
         direction = weight.detach()
-        magnitude = torch.norm_except_dim(direction, 2, _torch_dim(weight, dim))
-        names = [f"{name}_g", f"{name}_v"]
-        values = [nn.Parameter(magnitude), nn.Parameter(direction)]
-        return names, values
+        magnitude = torch.norm_except_dim(direction, 2, _torch_dim(dim))
+        return [f"{name}_g", f"{name}_v"], [nn.Parameter(magnitude), nn.Parameter(direction)]
 
 
-def _torch_dim(weight: Tensor, dim: int | None) -> int:
+def _torch_dim(dim: int | None) -> int:
     """Returns ``dim`` in torch's form, in which -1 means one norm of the whole weight."""
-    if dim is None:
-        return -1
-    return dim % weight.dim()
+    return -1 if dim is None else dim

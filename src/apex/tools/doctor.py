@@ -153,9 +153,8 @@ def advise(speeds: Speeds, device: str, load: Load) -> tuple[str | None, str]:
     """Returns the level to start with and a sentence of advice; ``None`` on a busy machine."""
     if load.busy:
         return None, f"No level suggested: this machine is busy ({load}). Run again when it is not."
-    for by_work in speeds.values():
-        if None in by_work.values():
-            return None, "No level suggested: other programs disturbed the measurement. Run again."
+    if any(None in by_work.values() for by_work in speeds.values()):
+        return None, "No level suggested: other programs disturbed the measurement. Run again."
     fp16 = _mean(speeds["float16"])
     bf16 = _mean(speeds["bfloat16"])
     if fp16 >= LEAST_GAIN and fp16 > bf16 * MUCH_FASTER:
@@ -186,9 +185,8 @@ def _mean(by_work: Mapping[str, float | None]) -> float:
 def _measured(device: torch.device) -> Speeds:
     speeds = {}
     for dtype in (torch.float16, torch.bfloat16):
-        by_work = {}
-        for work, times in operator_seconds(dtype, device).items():
-            by_work[work] = speed_of(times)
+        times_by_work = operator_seconds(dtype, device)
+        by_work = {work: speed_of(times) for work, times in times_by_work.items()}
         speeds[dtypes.name(dtype)] = by_work
     return speeds
 

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
-from apex.tools.errors import InputError, format_error, is_relative_import
+from apex.tools.errors import InputError
+from apex.tools.failure import format_error, is_relative_import
 from apex.tools.source import check_no_notebook, python_2
 
 

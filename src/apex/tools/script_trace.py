@@ -99,7 +99,7 @@ class ScriptTrace(OverflowTrace):
 
     def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
         super()._leave_step(optimizer)
-        self._births.steps += 1
+        self._births.count_step()
 
     def _before(self, call: Call) -> Any:
         if not self._is_reported and self._births.certain and self._tracker.may_stop:

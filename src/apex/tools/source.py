@@ -108,9 +108,7 @@ class Imported(NamedTuple):
 
     def __str__(self) -> str:
         """Returns the full name."""
-        if not self.name:
-            return self.module
-        return f"{self.module}.{self.name}"
+        return ".".join(filter(None, self))
 
 
 def bound_by(node: ast.AST) -> Iterator[tuple[str, ast.AST | Imported]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -43,8 +44,9 @@ def charts(comparison: Comparison) -> list[Chart]:
     """Returns the charts of the loss and of its difference from fp32's, without empty ones."""
     losses: dict[str, Sequence[float]] = {BASELINE: ()}
     for result in comparison.results:
-        if result.training is not None:
-            losses[result.name] = result.training.losses
+        if result.training is not None:  # up to a loss that is not finite
+            finite = itertools.takewhile(math.isfinite, result.training.losses)
+            losses[result.name] = list(finite)
     means = {level: _mean_losses(values) for level, values in losses.items()}
     fp32 = losses.pop(BASELINE)
     differences = {level: _differences(values, fp32) for level, values in losses.items()}
@@ -63,25 +65,20 @@ def charts(comparison: Comparison) -> list[Chart]:
 
 
 def _mean_losses(losses: Sequence[float]) -> list[Point]:
-    """Returns the table's final loss for each number of steps, up to a loss that is not finite."""
-    points = []
-    for step, loss in enumerate(losses, start=1):
-        if not math.isfinite(loss):
-            break
-        points.append(Point(step, end_loss(losses[:step])))
-    return points
+    """Returns the table's final loss for each number of steps."""
+    return [Point(step, end_loss(losses[:step])) for step in range(1, len(losses) + 1)]
 
 
 def _differences(losses: Sequence[float], fp32: Sequence[float]) -> list[Point]:
-    """Returns the mean paired difference in percent, up to a loss that is not finite."""
+    """Returns the mean paired difference in percent."""
     points = []
-    for step in range(LEAST_WINDOW, len(losses) + 1):
+    steps = min(len(losses), len(fp32))
+    for step in range(LEAST_WINDOW, steps + 1):
         difference = excess(losses[:step], fp32)
-        if difference is None or not math.isfinite(losses[step - 1]):
-            break
-        percent = 100 * difference.share
-        spread = 100 * LEAST_ERRORS * difference.share_error
-        points.append(Point(step, percent, spread))
+        if difference is not None:
+            percent = 100 * difference.share
+            spread = 100 * LEAST_ERRORS * difference.share_error
+            points.append(Point(step, percent, spread))
     return points
 
 

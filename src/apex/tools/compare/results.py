@@ -73,11 +73,10 @@ def parse_levels(names: str | None) -> tuple[Level, ...]:
     if names is None:
         return tuple(LEVELS.values())
     wanted = [name.strip() for name in names.split(",")]
-    choices = ", ".join(LEVELS)
     for name in wanted:
         if name not in LEVELS:
             raise InputError(
-                f"no level {name!r}; choose from {choices}, separated by commas."
+                f"no level {name!r}; choose from {', '.join(LEVELS)}, separated by commas."
                 f"{did_you_mean(name, LEVELS)}"
             )
     wanted.append(BASELINE)

@@ -23,7 +23,8 @@ from apex.tools.compare.timing import current_load, time_interleaved
 from apex.tools.compare.training import Trainer
 from apex.tools.compare.verdict import recommendation
 from apex.tools.devices import describe
-from apex.tools.errors import InputError, format_error
+from apex.tools.errors import InputError
+from apex.tools.failure import format_error
 
 
 @dataclass(frozen=True)
@@ -160,9 +161,7 @@ class _Run:
             self.notes.append(f"{text} With fewer --levels it takes less memory.")
 
     def _time(self, names: Sequence[str]) -> None:
-        steps = {}
-        for name in names:
-            steps[name] = self._step(self._prepared(name))
+        steps = {name: self._step(self._prepared(name)) for name in names}
         times = time_interleaved(steps, self._turns(), self._options.device)
         for name in names:
             self._put(name, times=times[name])

@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 
 from apex.integrations import scales
 from apex.tools import source
-from apex.tools.errors import InputError, format_error, is_relative_import
+from apex.tools.errors import InputError
+from apex.tools.failure import format_error, is_relative_import
 from apex.tools.script import Script
 
 FUNCTION = "setup"
@@ -124,9 +125,7 @@ def _look_at(path: Path, function: str) -> None:
     tree = source.parse(source.read(path), path)
     executed = [part for part in tree.body if not ast.unparse(part).startswith("if __name__ ==")]
     top = [*source.of_scope(ast.Module(executed, []))]
-    names: dict[str, object] = {}
-    for node in top:
-        names.update(source.bound_by(node))
+    names = {name for node in top for name, _ in source.bound_by(node)}
     missing: list[str] = []
     if function not in names and "*" not in names:
         missing = [name for name in PARTS if name not in names]

@@ -197,17 +197,13 @@ def _wait(device: torch.device) -> None:
 
 
 def _matmul(dtype: torch.dtype, device: torch.device) -> Work:
-    size = 4096
-    if device.type == "cpu":
-        size = 256
+    size = 256 if device.type == "cpu" else 4096
     matrix = torch.ones(size, size, dtype=dtype, device=device)
     return lambda: matrix @ matrix
 
 
 def _conv(dtype: torch.dtype, device: torch.device) -> Work:
-    shape = (64, 256, 56, 56)
-    if device.type == "cpu":
-        shape = (8, 16, 16, 16)
+    shape = (8, 16, 16, 16) if device.type == "cpu" else (64, 256, 56, 56)
     channels = shape[1]
     image = torch.ones(shape, dtype=dtype, device=device, requires_grad=True)
     kernel = (channels, channels, 3, 3)

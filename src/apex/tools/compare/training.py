@@ -175,16 +175,13 @@ def train(trainer: Trainer, batches: Sequence[Any]) -> Training:
             trainer.step()
         loss_scales.append(trainer.loss_scale())
     experiment = trainer.experiment
-    peak_bytes = None
-    if on_cuda:
-        peak_bytes = torch.cuda.max_memory_allocated(device)
     return Training(
         losses=tuple(losses),
         loss_scales=tuple(loss_scales),
         stored=stored(experiment.model, experiment.optimizer),
         frozen=max(frozen_shares, default=None),
         saved_bytes=_new_bytes(saved, storages(experiment.model.parameters())),
-        peak_bytes=peak_bytes,
+        peak_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else None,
     )
 
 

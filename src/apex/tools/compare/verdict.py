@@ -130,16 +130,9 @@ def _quality(comparison: Comparison, candidates: Sequence[_Candidate]) -> str:
     """Returns which levels train as well as fp32, and which do not; empty if that is unknown."""
     if comparison.steps < LEAST_STEPS or _diverged(comparison.baseline):
         return ""
-    good = []
-    bad = []
-    for candidate in candidates:
-        result = candidate.result
-        if result is comparison.baseline or result.skipped:
-            continue
-        if candidate.reason:
-            bad.append(result.name)
-        else:
-            good.append(result.name)
+    others = [candidate for candidate in candidates[1:] if not candidate.result.skipped]
+    good = [candidate.result.name for candidate in others if not candidate.reason]
+    bad = [candidate.result.name for candidate in others if candidate.reason]
     parts = []
     if good:
         parts.append(f"as good as in fp32 at {', '.join(good)}")

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from apex.tools.migrate.definitions import ROOTS, is_of_apex
 from apex.tools.migrate.notes import (
-    CHANGED,
+    GONE,
+    LOAD,
     LOCAL_RANK,
     OPTIMIZER,
     OPTIMIZERS,
     STEP,
     VIEW,
     WRAPPED,
-    gone,
+    nearest,
 )
 from apex.tools.source import Imported, bound_by, of_scope
 
@@ -53,12 +54,18 @@ def names(tree: ast.Module) -> list[Name]:
     """
     visitor = _Visitor(tree)
     visitor.visit(tree)
-    uses = visitor.uses
-    if any(use.name == "apex.optimizers.FusedAdam" for use in uses):
-        uses += visitor.steps
-    if not visitor.accepts_local_rank:
-        uses += visitor.local_ranks
-    return sorted(uses, key=lambda name: name.line)
+    found = {use.name for use in visitor.uses}
+    ignored = {_ACCEPTED}
+    if "apex.optimizers.FusedAdam" not in found:
+        ignored.add(STEP)
+    if _ACCEPTED in found:
+        ignored.add(LOCAL_RANK)
+    uses = [use for use in visitor.uses if use.name not in ignored]
+    return sorted(uses, key=lambda use: use.line)
+
+
+_ACCEPTED = "--local-rank"
+"""The argument that replaces ``LOCAL_RANK``."""
 
 
 class _Visitor(ast.NodeVisitor):
@@ -70,36 +77,25 @@ class _Visitor(ast.NodeVisitor):
 
     def __init__(self, tree: ast.Module) -> None:
         self.uses: list[Name] = []
-        # Calls of ``step`` with arguments of apex's first FusedAdam.
-        self.steps: list[Name] = []
-        self.local_ranks: list[Name] = []
-        self.accepts_local_rank = False
         # Variables that hold a model wrapped for parallel training.
         self._wrapped: set[str] = set()
         self._full_names = _full_names(ast.walk(tree))
-        # The call of each function.
-        self._calls: dict[ast.expr, ast.Call] = {}
+        # The keyword arguments of the call of each function.
+        self._keywords: dict[ast.expr, list[ast.keyword]] = {}
 
     def _add(self, name: str, node: ast.expr) -> None:
         if name in ROOTS:  # as in `apex is None`
             return
-        line = node.end_lineno or node.lineno
-        arguments = {}
-        if node in self._calls:
-            arguments = {keyword.arg: keyword.value for keyword in self._calls[node].keywords}
-        elif name == "torch.load":  # passed on, or imported
-            return
-        if name == "torch.load" and "weights_only" in arguments:
-            return
-        values = {}
-        for keyword, value in arguments.items():
+        keywords = self._keywords.get(node, [])
+        names = [keyword.arg for keyword in keywords]
+        values: dict[Any, Any] = {}
+        for keyword in keywords:
             with contextlib.suppress(ValueError):  # not a literal
-                if keyword is not None:
-                    values[keyword] = ast.literal_eval(value)
-        if None in arguments:  # as in ``**options``, which may hold any
+                values[keyword.arg] = ast.literal_eval(keyword.value)
+        if None in names:  # as in ``**options``, which may hold any
             values = {}
-        keywords = tuple(filter(None, arguments))
-        self.uses.append(Name(name, line, keywords, values))
+        line = node.end_lineno or node.lineno
+        self.uses.append(Name(name, line, tuple(filter(None, names)), values))
 
     def _visit_function(self, node: Any) -> None:
         outer = self._full_names
@@ -112,19 +108,18 @@ class _Visitor(ast.NodeVisitor):
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _visit_function  # noqa: N815
 
-    def visit_Import(self, node: ast.Import) -> None:
+    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
+        prefix = ""
+        if isinstance(node, ast.ImportFrom):
+            if node.level:
+                return
+            prefix = f"{node.module}."
         for alias in node.names:
-            if _is_noted(alias.name):
-                self.uses.append(Name(alias.name, node.lineno))
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        module = node.module or ""
-        if node.level:
-            return
-        for alias in node.names:
-            full_name = module if alias.name == "*" else f"{module}.{alias.name}"
-            if _is_noted(full_name) and full_name != "torch.load":
+            full_name = f"{prefix}{alias.name}".removesuffix(".*")
+            if _is_noted(full_name):
                 self.uses.append(Name(full_name, alias.lineno))
+
+    visit_ImportFrom = visit_Import  # noqa: N815
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self.generic_visit(node)
@@ -135,18 +130,27 @@ class _Visitor(ast.NodeVisitor):
                     self._wrapped.add(target.id)
 
     def visit_Call(self, node: ast.Call) -> None:
-        self._calls[node.func] = node
-        if _views_a_slice(node):
-            self.uses.append(Name(VIEW, node.lineno))
-        if isinstance(node.func, ast.Attribute) and node.func.attr == "step":
-            for keyword in node.keywords:
-                if keyword.arg in ("grads", "output_params", "scale", "grad_norms"):
-                    self.steps.append(Name(STEP, node.lineno))
-                    break
-        is_initialize = self._full_name(node.func) == "apex.amp.initialize"
-        if is_initialize and node.args and self._wraps(node.args[0]):
-            self.uses.append(Name(WRAPPED, node.lineno))
+        self._keywords[node.func] = node.keywords
+        self.uses += [Name(call, node.lineno) for call in self._noted_calls(node)]
         self.generic_visit(node)
+
+    def _noted_calls(self, node: ast.Call) -> Iterator[str]:
+        """Yields the notes' names for a call that fails or changed because of its arguments."""
+        keywords = {keyword.arg for keyword in node.keywords}
+        match node:
+            case ast.Call(
+                ast.Attribute(ast.Subscript(slice=ast.Slice()), "view"),
+                [ast.UnaryOp(ast.USub(), ast.Constant(1))],
+            ):
+                yield VIEW
+            case ast.Call(ast.Attribute(attr="step")):
+                if keywords & {"grads", "output_params", "scale", "grad_norms"}:
+                    yield STEP
+        function = self._full_name(node.func)
+        if function == LOAD and "weights_only" not in keywords:
+            yield LOAD
+        if function == "apex.amp.initialize" and any(map(self._wraps, node.args[:1])):
+            yield WRAPPED
 
     def _wraps(self, node: ast.expr) -> bool:
         """Returns whether an expression is a model wrapped for parallel training."""
@@ -157,10 +161,8 @@ class _Visitor(ast.NodeVisitor):
         return self._full_name(node.func).endswith(("DataParallel", ".DistributedDataParallel"))
 
     def visit_Constant(self, node: ast.Constant) -> None:
-        if node.value == LOCAL_RANK:
-            self.local_ranks.append(Name(LOCAL_RANK, node.lineno))
-        elif node.value == "--local-rank":
-            self.accepts_local_rank = True
+        if node.value in (LOCAL_RANK, _ACCEPTED):
+            self.uses.append(Name(str(node.value), node.lineno))
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         full_name = self._full_name(node)
@@ -207,13 +209,5 @@ def _full_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
 
 
 def _is_noted(name: str) -> bool:
-    """Returns whether a full name is of apex, or is gone or changed in another library."""
-    return is_of_apex(name) or name in CHANGED or gone(name) != ""
-
-
-def _views_a_slice(call: ast.Call) -> bool:
-    """Returns whether a call is ``x[:k].view(-1)``."""
-    match call.func:
-        case ast.Attribute(attr="view", value=ast.Subscript(slice=ast.Slice())):
-            return [ast.unparse(argument) for argument in call.args] == ["-1"]
-    return False
+    """Returns whether a full name is of apex, or is gone in another library."""
+    return is_of_apex(name) or nearest(name, GONE) != ""

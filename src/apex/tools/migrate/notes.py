@@ -1,51 +1,52 @@
-"""Notes on names of apex, from notes.ini."""
+"""Notes on names of apex and beside it, from notes.ini."""
 
 from __future__ import annotations
 
 import configparser
+from collections.abc import Container, Iterator
 from importlib import resources
+
+from apex._unavailable import INSTEAD
 
 _DATA = configparser.ConfigParser(delimiters=("=",), interpolation=None)
 _DATA.optionxform = str  # type: ignore[assignment, method-assign] # names keep their case
 _DATA.read_string(resources.files("apex.tools.migrate").joinpath("notes.ini").read_text("utf-8"))
 
+
+def _rows(section: str) -> Iterator[tuple[str, str]]:
+    """Yields each name with its note; a row may list several names."""
+    for names, note in _DATA[section].items():
+        for name in names.split():
+            yield name, note
+
+
 OPTIMIZER = "optimizer."
 """Prefix for the attributes that amp and apex's wrappers add to optimizers."""
 
-NOTES = dict(_DATA["notes"])
+NOTES = dict(_rows("notes"))
 """Notes on names of apex."""
 
-OPTIMIZERS = dict(_DATA["optimizers"])
+OPTIMIZERS = dict(_rows("optimizers"))
 """Notes on attributes of optimizers, with their prefix."""
 
-WRAPPED = "amp.initialize(DistributedDataParallel)"
-STEP = "FusedAdam.step(grads)"
-LOCAL_RANK = "--local_rank"
-VIEW = "x[:k].view(-1)"
-
-
-def _by_name(section: str) -> dict[str, str]:
-    notes = {}
-    for names, note in _DATA[section].items():
-        for name in names.split():
-            notes[name] = note
-    return notes
-
-
-FAILS = _by_name("fails")
-"""What to do about names of other libraries that are gone, and calls that always raise."""
-
-
-def gone(name: str) -> str:
-    """Returns what to do about a full name of another library that is gone; empty if it is not."""
-    for removed, note in FAILS.items():
-        if f"{name}.".startswith(f"{removed}."):
-            return note
-    return ""
-
-
-CHANGED = _by_name("changed")
+CHANGED = dict(_rows("changed"))
 """Notes on names of other libraries that do something else today."""
+
+GONE = {**dict(_rows("fails")), **{name: f"Use {use}." for name, use in INSTEAD.items()}}
+"""What to do about names that are gone, here or in other libraries, and calls that always raise."""
 
 IDLE = {name: words.split() for name, words in _DATA["idle"].items()}
 """Arguments without effect, by the name of the function."""
+
+LOAD = "torch.load"
+LOCAL_RANK = "--local_rank"
+STEP = "FusedAdam.step(grads)"
+VIEW = "x[:k].view(-1)"
+WRAPPED = "amp.initialize(DistributedDataParallel)"
+
+
+def nearest(name: str, names: Container[str]) -> str:
+    """Returns which of ``names`` a full name is, or is an attribute of; empty without one."""
+    while name and name not in names:
+        name = name.rpartition(".")[0]
+    return name

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -57,22 +59,15 @@ class Migration:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every use, the unread files, and the counts, as ``--json`` writes them."""
-        uses = [asdict(use) for use in self.uses]
         not_read = [{"file": file, "reason": reason} for file, reason in self.unread]
-        return {
-            "uses": uses,
-            "not_read": not_read,
-            "files": self.files,
-            "counts": self.counts,
-        }
+        data = {**asdict(self), "not_read": not_read, "counts": self.counts}
+        del data["unread"]
+        return data
 
     def __str__(self) -> str:
         """Returns a paragraph per file, the unread files, and the counts."""
-        by_file = defaultdict(list)
-        for use in self.uses:
-            by_file[use.file].append(use)
         parts = []
-        for file, uses in by_file.items():
+        for file, uses in itertools.groupby(self.uses, attrgetter("file")):
             lines = [file, *_rows(uses)]
             parts.append("\n".join(lines))
         if self.unread:
@@ -86,7 +81,7 @@ class Migration:
         return "\n\n".join(parts)
 
 
-def _rows(uses: Sequence[Use]) -> Iterator[str]:
+def _rows(uses: Iterable[Use]) -> Iterator[str]:
     """Yields a row for each name with the lines of its uses, and its remedy below."""
     lines_by_row = defaultdict(list)
     for use in uses:

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Literal
 
-from apex._unavailable import INSTEAD
 from apex.tools.migrate.definitions import Definition, bindings, definition_of, parameters
 from apex.tools.migrate.names import Name
-from apex.tools.migrate.notes import CHANGED, IDLE, NOTES, OPTIMIZERS, gone
+from apex.tools.migrate.notes import CHANGED, GONE, IDLE, NOTES, OPTIMIZERS, nearest
 from apex.tools.source import did_you_mean
 
 Kind = Literal["works", "note", "not supported"]
+
+_NOTES = {**NOTES, **OPTIMIZERS, **CHANGED}
 
 _FORK = " If it comes from a fork, keep that fork."
 
@@ -21,7 +22,7 @@ _FORK = " If it comes from a fork, keep that fork."
 def verdict_of(use: Name) -> tuple[Kind, str]:
     """Returns the verdict on one use, including its arguments, and the remedy."""
     verdict, note = verdict_of_name(use.name)
-    if verdict == "not supported" or use.name in OPTIMIZERS or use.name in CHANGED:
+    if verdict == "not supported":
         return verdict, note
     accepted = parameters(definition_of(use.name))
     idle = IDLE.get(_noted_name(use.name), ())
@@ -43,22 +44,15 @@ def verdict_of(use: Name) -> tuple[Kind, str]:
 @cache
 def verdict_of_name(name: str) -> tuple[Kind, str]:
     """Returns the verdict on a full name, such as ``apex.optimizers.FusedAdam``."""
-    if name in OPTIMIZERS:
-        return _noted(OPTIMIZERS[name])
-    if name in CHANGED:
-        return _noted(CHANGED[name])
-    if gone(name):
-        return "not supported", gone(name)
-    for removed, instead in INSTEAD.items():
-        # The removed name itself, or an attribute of it.
-        if f"{name}.".startswith(f"{removed}."):
-            return "not supported", f"Use {instead}."
+    gone = nearest(name, GONE)
+    if gone:
+        return "not supported", GONE[gone]
     definition = definition_of(name)
     if definition.name and definition.node is None:
         why = _why_missing(definition)
         if why:
             return "not supported", why
-    return _noted(NOTES.get(_noted_name(name), ""))
+    return _noted(_NOTES.get(_noted_name(name), ""))
 
 
 def _error_of_values(use: Name) -> Iterator[str]:
@@ -127,12 +121,8 @@ def _noted(*notes: str) -> tuple[Kind, str]:
 
 def _noted_name(name: str) -> str:
     """Returns the name that the notes use for an object, which apex may export under several."""
-    prefix = name
-    while prefix:
-        if prefix in NOTES:
-            return prefix
-        prefix = prefix.rpartition(".")[0]
-    return _noted_definitions().get(definition_of(name), name)
+    known = nearest(name, _NOTES)
+    return known or _noted_definitions().get(definition_of(name), name)
 
 
 @cache
