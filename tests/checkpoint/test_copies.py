@@ -7,6 +7,7 @@ import itertools
 import pickle
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -94,6 +95,47 @@ def test_a_shallow_copy_is_plain_and_follows_the_training(level):
     state = model.state_dict()
     assert torch.equal(state["outer.bias"], torch.full((8,), 0.3))
     assert loops.same(copied.outer.weight.detach(), state["outer.weight"])
+
+
+class CustomState(NestedNet):
+    """Saves only what it was made from, as user classes may."""
+
+    def __getstate__(self):
+        return {"weights": nn.Module.state_dict(self)}
+
+    def __setstate__(self, state):
+        NestedNet.__init__(self)
+        self.load_state_dict(state["weights"])
+
+
+@every_way
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_own_getstate_and_setstate_are_honoured(way, level):
+    model, _ = loops.prepared(level, model=CustomState())
+    twin = way(model)
+    assert type(twin) is CustomState
+    assert loops.same(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+@every_way
+def test_the_copy_of_a_part_is_plain(way):
+    model, _ = pair_trained("O5")
+    part = way(model.inner)
+    assert not part._state_dict_hooks
+    assert {param.dtype for param in part.parameters()} == {torch.float32}
+    assert loops.same(dict(model.inner.state_dict()), dict(part.state_dict()))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_a_copy_is_gone_with_its_last_reference(duplicate):
+    model = amp.initialize(NestedNet(), opt_level="O5", verbosity=0)
+    gc.collect()
+    gc.disable()
+    try:
+        twin = weakref.ref(duplicate(model))
+        assert twin() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))])

@@ -144,12 +144,12 @@ def test_a_plain_file_honours_the_class_s_own_way(make, protocol):
     del model
 
 
-def test_a_forward_set_on_the_object_is_in_the_plain_file():
-    model = Custom()
-    model = amp.initialize(model, opt_level="O4", verbosity=0)
-    loaded = pickle.loads(pickle.dumps(model))
-    assert loaded.forward.__self__ is loaded
-    assert loaded(torch.ones(2, 4)).shape == (2, 4)
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_a_forward_set_on_the_object_is_bound_to_its_copies(level):
+    model = amp.initialize(Custom(), opt_level=level, verbosity=0)
+    for loaded in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert loaded.forward.__self__ is loaded
+        assert loaded(torch.ones(2, 4)).shape == (2, 4)
 
 
 LOADING = """
