@@ -10,37 +10,28 @@ from tests.support import loops
 levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 
 
-@pytest.mark.parametrize("same_loss_id", [True, False])
+def run(block, *inside):
+    with block as scaled_loss:
+        for other in inside:
+            run(other)
+        scaled_loss.backward()
+
+
+@pytest.mark.parametrize("loss_ids", [(0, 0), (0, 1)])
 @levels
-def test_blocks_inside_each_other_give_the_gradients_of_blocks_after_each_other(
-    level, same_loss_id
-):
-    def gradients(nested):
+def test_blocks_inside_each_other_give_the_gradients_of_blocks_after_each_other(level, loss_ids):
+    found = []
+    for nested in (True, False):
         models = [loops.net(1), loops.net(2)]
         optimizers = [loops.sgd(model.parameters()) for model in models]
         # The scale grows with every pass, so the outer block ends at another one.
-        amp.initialize(
-            models, optimizers, opt_level=level, verbosity=0, num_losses=2, loss_scale="dynamic",
-            growth_interval=1,
-        )  # fmt: skip
-        outer, inner = (
-            amp.scale_loss(loops.loss_of(model, *loops.batch()) / 64, optimizer, loss_id=loss_id)
-            for model, optimizer, loss_id in zip(
-                models, optimizers, (0, 0 if same_loss_id else 1), strict=True
-            )
-        )
-        if nested:
-            with outer as outer_loss:
-                with inner as inner_loss:
-                    inner_loss.backward()
-                outer_loss.backward()
-        else:
-            for block in (outer, inner):
-                with block as scaled_loss:
-                    scaled_loss.backward()
-        return [loops.grads(amp.master_params(optimizer)) for optimizer in optimizers]
-
-    assert loops.same(gradients(nested=True), gradients(nested=False))
+        options = {"num_losses": 2, "loss_scale": "dynamic", "growth_interval": 1}
+        amp.initialize(models, optimizers, opt_level=level, verbosity=0, **options)
+        losses = [loops.loss_of(model, *loops.batch()) / 64 for model in models]
+        outer, inner = map(amp.scale_loss, losses, optimizers, loss_ids)
+        run(outer, inner) if nested else [run(block) for block in (outer, inner)]
+        found.append([loops.grads(amp.master_params(optimizer)) for optimizer in optimizers])
+    assert loops.same(*found)
 
 
 @levels
