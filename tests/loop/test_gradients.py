@@ -384,24 +384,6 @@ def test_a_step_leaves_the_gradients(level, name):
     assert training.grads() == [a + b for a, b in zip(ONE, TWO, strict=True)]
 
 
-@levels
-def test_steps_that_come_twice_and_never_clear_train_as_a_plain_loop(level):
-    trained = []
-    for each in (level, None):
-        training = Training(each, lambda p: loops.sgd(p, lr=0.125))
-        for index in range(6):
-            (
-                training.plain
-                if each and index % 2 and not training_scales(level)
-                else training.block
-            )(*(factor / (index + 1) for factor in ONE))
-            training.optimizer.step()
-            if index % 2:
-                training.optimizer.step()
-        trained.append(training.weights())
-    assert trained[0] == pytest.approx(trained[1], rel=2**-6)
-
-
 @pytest.mark.parametrize("level", ["O1 dynamic", "O2 dynamic"])
 def test_a_skipped_step_leaves_the_gradients_and_the_next_step_uses_what_is_there(level):
     training = Training(level)

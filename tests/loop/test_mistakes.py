@@ -8,7 +8,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -156,33 +155,18 @@ def test_a_step_before_any_backward_pass_is_warned_of(level, lines):
     assert_warns_once(level, lines, EMPTY)
 
 
-def change_on_a_rank(rank, level, wraps):
-    """What is said of a clip inside the block, or without a wrapper of an average."""
+def clip_on_a_rank(rank, level):
     model, optimizer = loops.prepared(level)
-    parallel = DistributedDataParallel(model) if wraps else model
-
-    def train():
-        script = Script(parallel, optimizer, *loops.batch())
-        script.scale()
-        script.scaled()
-        if wraps:
-            script.clip()
-        else:
-            for param in model.parameters():
-                dist.all_reduce(param.grad)
-                param.grad /= 2
-        script.end()
-        script.step()
-
-    return messages(train)
+    parallel = DistributedDataParallel(model)
+    return messages(run, "scale scaled clip end step", parallel, optimizer, *loops.batch())
 
 
 @pytest.mark.distributed
-def test_ranks_may_average_inside_the_block_but_a_wrapper_does_so_and_a_clip_is_named(on_two_ranks):
-    for level in loops.DYNAMIC:
-        assert on_two_ranks(change_on_a_rank, level, False) == [[], []]
-        for (found,) in on_two_ranks(change_on_a_rank, level, True):
-            assert re.search(CLIPPED, found)
+@pytest.mark.parametrize("level", loops.DYNAMIC)
+def test_a_clip_inside_the_block_is_named_on_ranks(on_two_ranks, level):
+    """An average of the ranks there is none: tests/distributed/test_data_parallel.py."""
+    for (found,) in on_two_ranks(clip_on_a_rank, level):
+        assert re.search(CLIPPED, found)
 
 
 def test_a_mistake_does_not_change_what_the_step_does():
