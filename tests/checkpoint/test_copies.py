@@ -162,14 +162,13 @@ def test_model_part_and_optimizer_stay_connected_in_any_order(level, way, order)
 @every_way
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_an_optimizer_alone_is_plain_and_its_state_loads_back(level, way):
-    model, optimizer = pair_trained(level)
+    _model, optimizer = pair_trained(level)
     plain = way(optimizer)
     assert type(plain) is torch.optim.Adam
     expected = copy.deepcopy(optimizer.state_dict())
     assert loops.same(plain.state_dict(), expected)
     optimizer.load_state_dict(plain.state_dict())
     assert loops.same(optimizer.state_dict(), expected)
-    del model
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])

@@ -113,7 +113,6 @@ def test_a_plain_file_honours_the_class_s_own_way(make, protocol):
     loaded = pickle.loads(file)
     assert type(loaded) is make
     assert loaded.weight.shape == (2, 3)
-    del model
 
 
 @pytest.mark.parametrize("level", ["O4", "O5"])
@@ -125,7 +124,7 @@ def test_a_forward_set_on_the_object_is_bound_to_its_copies(level):
 
 
 def test_a_pickled_scaler_goes_on_by_itself():
-    _, optimizer = loops.prepared("O2")
+    _, _optimizer = loops.prepared("O2")
     scaler = _amp_state.loss_scalers[0]
     scaler._loss_scale, scaler._unskipped, scaler._scale_seq_len = 64.0, 7, 100
     for loaded in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
@@ -133,4 +132,3 @@ def test_a_pickled_scaler_goes_on_by_itself():
         assert (loaded.loss_scale(), loaded._unskipped) == (64.0, 7)
         loaded._loss_scale = 1.0
         assert scaler.loss_scale() == 64.0
-    del optimizer

@@ -1,6 +1,5 @@
 """Which formula a trace takes an overflow for; test_remedies.py shows that the remedies cure."""
 
-
 import torch
 from torch import nn
 

@@ -328,11 +328,10 @@ def test_an_overflow_in_what_others_step_skips_their_step_unless_it_is_cleared(l
 @pytest.mark.parametrize("level", ["O1 dynamic", "O2 dynamic"])
 def test_an_overflow_that_no_prepared_optimizer_steps_reaches_no_weight(level):
     part, beside = loops.Weights(), loops.Weights()
-    optimizer, plain = loops.sgd(part.parameters()), loops.sgd(beside.parameters())
+    optimizer, _plain = loops.sgd(part.parameters()), loops.sgd(beside.parameters())
     amp.initialize([part, beside], optimizer, opt_level=level[:2], verbosity=0)
     loops.scaled_backward(part(a=1.0) + beside(a=float("inf"), b=1.0), optimizer)
     assert beside.a.grad.isfinite().all()
-    del plain
 
 
 @levels
