@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from apex._core.scale import SMALLEST_SCALE, ScaleRule, ScaleState, next_scale
 from apex._engine.scaler import DynamicScaler
-from tests.support.reference import plain_loops
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -56,18 +55,6 @@ def test_the_device_form_follows_the_plain_rule_bit_for_bit(rule, overflows, sca
         scaler.found_inf.fill_(overflow)
         scaler.update()
         assert (scaler.read_scale(), scaler.read_growth_tracker()) == state
-
-
-@given(st.lists(st.booleans(), max_size=60), st.integers(1, 4))
-def test_the_plain_rule_equals_the_one_written_by_hand(overflows, interval):
-    rule = ScaleRule(growth_interval=interval, min_scale=2.0**10, max_scale=2.0**20)
-    state = by_hand = ScaleState(2.0**16, 0)
-    for overflow in overflows:
-        state = next_scale(state, rule, overflow=overflow)
-        by_hand = plain_loops.next_scale(
-            *by_hand, overflow=overflow, interval=interval, least=2.0**10, greatest=2.0**20
-        )
-        assert state == by_hand
 
 
 @given(rules(), scales, st.integers(0, 4))
