@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import apex
-from tests.mutants import MUTANTS
+from tests import mutants
 
 SOURCES = Path(apex.__file__).parents[1]
 # torch documents them: "Foreach Functions" of docs/torch.html, "Extending PyTorch".
@@ -68,9 +68,10 @@ def test_private_modules_that_tests_import_are_those_of_their_readme():
     assert [name for name in sorted(found) if not name.startswith(tuple(listed))] == []
 
 
-def test_every_planted_fault_has_its_line_in_the_sources():
-    for mutant in MUTANTS:
-        source = (SOURCES / mutant.file).read_text(encoding="utf-8")
+def test_every_planted_fault_has_its_line_in_the_sources_and_its_test_in_the_readme():
+    assert [*mutants.tests()] == [mutant.fault for mutant in mutants.MUTANTS]
+    for mutant in mutants.MUTANTS:
+        source = (SOURCES / "apex" / mutant.file).read_text(encoding="utf-8")
         assert source.count(mutant.right) == 1, mutant.fault
 
 

@@ -93,7 +93,6 @@ MEETS_WEIGHTS = {
 @LEVELS
 @pytest.mark.parametrize("name", MEETS_WEIGHTS)
 def test_data_from_numpy_meets_fp32_weights(level, low, name):
-    torch.manual_seed(0)
     layer, shape, rule = MEETS_WEIGHTS[name]
     x = torch.randn(shape)
     expected = rule(layer, x).detach()

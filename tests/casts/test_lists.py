@@ -50,10 +50,9 @@ def test_the_lists_hold_apex_s_names(lists):
 
 def test_a_script_may_ban_a_function_of_another_namespace(lists):
     lists.torch_overrides.BANNED_FUNCS = [("exp", "")]
-    keep = prepared("O1")
+    _keep = prepared("O1")
     with pytest.raises(NotImplementedError, match="exp"):
         torch.exp(torch.ones(1, dtype=torch.float16))
-    del keep
 
 
 def dtype_of(function, *shape):
@@ -63,17 +62,15 @@ def dtype_of(function, *shape):
 
 def test_a_name_removed_before_initialize_is_not_cast(lists):
     lists.functional_overrides.FP32_FUNCS.remove("softmax")
-    keep = prepared("O4")
+    _keep = prepared("O4")
     assert dtype_of(lambda x: nn.functional.softmax(x, -1), 3) is torch.bfloat16
     assert dtype_of(lambda x: nn.functional.log_softmax(x, -1), 3) is torch.float32
-    del keep
 
 
 def test_a_list_may_be_replaced_as_a_whole(lists):
     lists.torch_overrides.FP32_FUNCS = ["exp"]
-    keep = prepared("O4")
+    _keep = prepared("O4")
     assert (dtype_of(torch.exp, 1), dtype_of(torch.log, 1)) == (torch.float32, torch.bfloat16)
-    del keep
 
 
 def test_a_name_that_no_operator_is_known_for_is_refused_with_the_remedy(lists):
@@ -91,18 +88,16 @@ def test_what_is_no_name_is_refused(lists, name, entry):
 
 
 def test_lists_changed_after_initialize_change_nothing(lists):
-    keep = prepared("O4")
+    _keep = prepared("O4")
     lists.functional_overrides.FP32_FUNCS.remove("softmax")
     assert dtype_of(lambda x: nn.functional.softmax(x, -1), 3) is torch.float32
-    del keep
 
 
 def test_an_emptied_banned_list_bans_nothing(lists):
     lists.functional_overrides.BANNED_FUNCS.clear()
-    keep = prepared("O1")
+    _keep = prepared("O1")
     half = torch.full((2,), 0.5, dtype=torch.float16)
     assert torch.isfinite(nn.functional.binary_cross_entropy(half, half))
-    del keep
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])

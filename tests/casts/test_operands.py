@@ -202,11 +202,10 @@ def test_names_of_torch_in_fp32_funcs_run_in_fp32(listed, level, low, kind):
 def test_a_name_in_the_other_lists_is_taken_alike(listed):
     listed(lists.torch_overrides, "sigmoid", "FP16_FUNCS")
     listed(lists.functional_overrides, "pairwise_distance", "CASTS")
-    model = amp.initialize(nn.Linear(2, 2), opt_level="O4", verbosity=0)
+    _model = amp.initialize(nn.Linear(2, 2), opt_level="O4", verbosity=0)
     x, low = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bfloat16)
     assert torch.sigmoid(x).dtype is torch.bfloat16
     assert F.pairwise_distance(x, low).dtype is torch.float32
-    del model
 
 
 def test_every_function_of_torch_is_taken(monkeypatch):

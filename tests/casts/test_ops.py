@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence
 
 from apex._core.op_table import AutocastSpec, OpTable
 from tests.casts.op_rows import Region, region_of
@@ -29,54 +28,6 @@ def device(request):
 @pytest.fixture
 def region(low, device):
     return region_of(low, device)
-
-
-# -- recurrent ------------------------------------------------------------------------------------
-
-RNNS = [
-    (nn.LSTM, {"bidirectional": True, "num_layers": 2}),
-    (nn.LSTM, {"proj_size": 2}),
-    (nn.GRU, {"batch_first": True}),
-    (nn.RNN, {"nonlinearity": "relu"}),
-]
-
-
-@pytest.mark.parametrize(("kind", "options"), RNNS)
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-@pytest.mark.parametrize("given", ["fp32", "low"])
-@pytest.mark.filterwarnings("ignore:(LSTM with projections|RNN module weights):UserWarning")
-def test_rnn_runs_in_low_precision(region, low, device, kind, options, packed, given):
-    rnn = kind(4, 3, **options).to(device)
-    x = torch.randn(3, 2, 4, device=device).to(low if given == "low" else torch.float32)
-    lengths = [2, 3] if options.get("batch_first") else [3, 2]
-    plain = kind(4, 3, **options).to(device)
-    plain.load_state_dict(rnn.state_dict())
-    plain.to(low)
-    expected = plain(x.to(low))[0]
-    if packed:
-        first = bool(options.get("batch_first"))
-        lengths = [3, 2, 1] if first else [3, 2]
-        x = pack_padded_sequence(x[:, :3] if not first else x.repeat(1, 2, 1), lengths, first)
-    out, hidden = region.run(rnn, x)
-    data = out.data if packed else out
-    assert data.dtype is low
-    for state in hidden if isinstance(hidden, tuple) else (hidden,):
-        assert state.dtype is low
-    if not packed:
-        torch.testing.assert_close(out, expected)
-    data.float().sum().backward()
-    assert all(p.grad.dtype is torch.float32 and p.grad.isfinite().all() for p in rnn.parameters())
-
-
-# -- attention, einsum ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_multi_head_attention_runs_in_low_precision(region, low, device, mode):
-    module = nn.MultiheadAttention(4, 2, batch_first=True).to(device).train(mode == "train")
-    x = torch.randn(2, 3, 4, device=device)
-    for weights in (True, False):
-        assert region.run(module, x, x.to(low), x, need_weights=weights)[0].dtype is low
 
 
 # -- dtype rules ----------------------------------------------------------------------------------

@@ -29,9 +29,8 @@ def test_gelu_keeps_bf16_at_o4_and_is_fp32_at_o1(approximate):
 
 
 def test_o4_with_fp16_casts_runs_gelu_in_fp32():
-    keep = prepared("O4", patch_torch_functions_type=torch.float16)
+    _keep = prepared("O4", patch_torch_functions_type=torch.float16)
     assert gelu_of(torch.float16) is torch.float32
-    del keep
 
 
 @pytest.mark.skipif(TORCH_VERSION < (2, 11), reason="the table is of later kernels of rms_norm")

@@ -189,17 +189,16 @@ class Product(nn.Linear):
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
 def test_a_users_own_autocast_stays_beside_a_live_session(level):
     model, _ = session(level, Product(2, 2))
-    casting = session("O4")
+    _casting = session("O4")
     x = torch.ones(1, 2)
     assert model(x)[1] is torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert model(x)[1] is torch.bfloat16
     assert product() is torch.bfloat16
-    del casting
 
 
 def test_a_users_own_autocast_follows_the_op_table_of_a_live_session_of_its_dtype():
-    held = session("O4")
+    _held = session("O4")
 
     def results(low):
         with torch.autocast("cpu", low):
@@ -207,7 +206,6 @@ def test_a_users_own_autocast_follows_the_op_table_of_a_live_session_of_its_dtyp
 
     assert in_a_thread(lambda: results(torch.bfloat16)) == (torch.bfloat16, torch.float32)
     assert in_a_thread(lambda: results(torch.float16)) == (torch.float16, torch.float16)
-    del held
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -225,14 +223,13 @@ def test_a_recompute_of_a_model_without_casts_has_those_of_its_forward(reentrant
             return super().forward(x)
 
     model, _ = session("O0", Noting(2, 2))
-    casting = session("O4")
+    _casting = session("O4")
     x = torch.ones(1, 2, requires_grad=True)
     with block():
         out = checkpoint(model, x, use_reentrant=reentrant)
     in_a_thread(lambda: model(x))  # there are no casts to turn off
     out.float().sum().backward()
     assert found == [dtype, torch.float32, dtype]
-    del casting
 
 
 def test_casts_are_off_in_a_model_without_inside_one_with():
@@ -252,7 +249,7 @@ def test_casts_are_off_in_a_model_without_inside_one_with():
 def test_casts_that_a_checkpointed_function_turns_off_are_off_in_another_thread(reentrant):
     """autograd's device threads recompute, and have no casts of their own."""
     layer, found = nn.Linear(2, 2), []
-    held = session("O4")
+    _held = session("O4")
 
     def block(x):
         with amp.disable_casts():
@@ -265,7 +262,6 @@ def test_casts_that_a_checkpointed_function_turns_off_are_off_in_another_thread(
         out = checkpoint(block, x, use_reentrant=reentrant)
         in_a_thread(out.float().sum().backward)
     assert found == [torch.float32] * 2
-    del held
 
 
 # -- weights --------------------------------------------------------------------------------------

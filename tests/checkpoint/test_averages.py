@@ -47,7 +47,7 @@ def differences(average, expected):
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @levels
-def test_an_averaged_model_of_the_prepared_model_is_exact(level, form):
+def test_an_averaged_model_of_the_prepared_model_is_exact(level, form, caplog):
     model, optimizer = pair_at(level)
     twin, update_twin = exact(model)
     average, expected = AveragedModel(model, **form), AveragedModel(twin, **form)
@@ -58,6 +58,7 @@ def test_an_averaged_model_of_the_prepared_model_is_exact(level, form):
         expected.update_parameters(twin)
     assert differences(average, expected) == 0
     assert {param.dtype for param in average.parameters()} == {torch.float32}
+    assert not caplog.records
 
 
 def lerp(average, model):

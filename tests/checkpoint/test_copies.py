@@ -7,6 +7,7 @@ import itertools
 import pickle
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -96,6 +97,47 @@ def test_a_shallow_copy_is_plain_and_follows_the_training(level):
     assert loops.same(copied.outer.weight.detach(), state["outer.weight"])
 
 
+class CustomState(NestedNet):
+    """Saves only what it was made from, as user classes may."""
+
+    def __getstate__(self):
+        return {"weights": nn.Module.state_dict(self)}
+
+    def __setstate__(self, state):
+        NestedNet.__init__(self)
+        self.load_state_dict(state["weights"])
+
+
+@every_way
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_own_getstate_and_setstate_are_honoured(way, level):
+    model, _ = loops.prepared(level, model=CustomState())
+    twin = way(model)
+    assert type(twin) is CustomState
+    assert loops.same(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+@every_way
+def test_the_copy_of_a_part_is_plain(way):
+    model, _ = pair_trained("O5")
+    part = way(model.inner)
+    assert not part._state_dict_hooks
+    assert {param.dtype for param in part.parameters()} == {torch.float32}
+    assert loops.same(dict(model.inner.state_dict()), dict(part.state_dict()))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_a_copy_is_gone_with_its_last_reference(duplicate):
+    model = amp.initialize(NestedNet(), opt_level="O5", verbosity=0)
+    gc.collect()
+    gc.disable()
+    try:
+        twin = weakref.ref(duplicate(model))
+        assert twin() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
 @every_way
 @pytest.mark.parametrize("level", ["O1", "O3", "O5"])
@@ -120,14 +162,13 @@ def test_model_part_and_optimizer_stay_connected_in_any_order(level, way, order)
 @every_way
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_an_optimizer_alone_is_plain_and_its_state_loads_back(level, way):
-    model, optimizer = pair_trained(level)
+    _model, optimizer = pair_trained(level)
     plain = way(optimizer)
     assert type(plain) is torch.optim.Adam
     expected = copy.deepcopy(optimizer.state_dict())
     assert loops.same(plain.state_dict(), expected)
     optimizer.load_state_dict(plain.state_dict())
     assert loops.same(optimizer.state_dict(), expected)
-    del model
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
@@ -213,17 +254,16 @@ def test_a_file_of_an_earlier_release_names_what_to_do():
 WITHOUT_APEX = """
 import sys, torch
 sys.modules["apex"] = None  # an import of it fails
-model, optimizer = torch.load(sys.argv[1], weights_only=False)
-model(torch.randn(3, 4)).square().mean().backward()
-optimizer.step()
-assert {param.dtype for param in model.parameters()} == {torch.float32}
+for model, optimizer in torch.load(sys.argv[1], weights_only=False):
+    model(torch.randn(3, 4)).square().mean().backward()
+    optimizer.step()
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
 torch.save(model.state_dict(), sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
-def test_a_file_of_model_and_optimizer_trains_on_in_a_process_without_apex(level, tmp_path):
-    file = tmp_path / "pair.pt"
-    torch.save(loops.trained(level, loops.OPTIMIZERS["Adam"]), file)
+def test_a_file_of_models_and_optimizers_trains_on_in_a_process_without_apex(tmp_path):
+    file = tmp_path / "pairs.pt"
+    torch.save([loops.trained(level, loops.OPTIMIZERS["Adam"]) for level in loops.LEVELS], file)
     subprocess.run([sys.executable, "-c", WITHOUT_APEX, str(file)], check=True)
     assert torch.load(file).keys() == loops.net().state_dict().keys()

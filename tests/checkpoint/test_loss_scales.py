@@ -61,11 +61,10 @@ def test_it_has_the_scalers_of_the_newest_initialize():
 
 
 def test_loading_goes_by_number():
-    keep = loops.prepared("O2", num_losses=11)
+    _keep = loops.prepared("O2", num_losses=11)
     values = [(2.0**index, index) for index in range(11)]
     amp.load_state_dict(dict(sorted(states(*values).items(), reverse=True)))
     assert found(11) == values
-    del keep
 
 
 def test_a_count_beyond_the_growth_interval_grows_the_scale_at_the_next_clean_step():
@@ -93,7 +92,7 @@ def test_a_count_beyond_the_growth_interval_grows_the_scale_at_the_next_clean_st
 def test_a_scale_of_another_kind_is_not_loaded_and_said_unless_one_scales_nothing(
     present, saved, after, words, caplog
 ):
-    keep = loops.prepared("O5", loss_scale=present)
+    _keep = loops.prepared("O5", loss_scale=present)
     amp.load_state_dict({"loss_scaler0": saved})
     assert loops.scale() == after
     if words is None:
@@ -101,28 +100,25 @@ def test_a_scale_of_another_kind_is_not_loaded_and_said_unless_one_scales_nothin
     else:
         ignored = "ignored loss_scaler0 of the checkpoint (loss scale 512), because this loss scale"
         assert f"{ignored} is {words}." in caplog.text
-    del keep
 
 
 @pytest.mark.parametrize(("saved", "present"), [(3, 1), (1, 3)])
 def test_another_number_of_scalers_warns_and_loads_what_fits(saved, present):
-    keep = loops.prepared("O2", num_losses=present)
+    _keep = loops.prepared("O2", num_losses=present)
     words = f"got {saved} loss scalers, but amp has {present}.*same num_losses"
     with pytest.warns(UserWarning, match=words):
         amp.load_state_dict(states(*((2.0**index, index) for index in range(saved))))
     fits = min(saved, present)
     given = [(2.0**index, index) for index in range(fits)]
     assert found(present) == given + [(2.0**16, 0)] * (present - fits)
-    del keep
 
 
 def test_with_two_sessions_the_newest_is_loaded_into():
-    first, second = loops.prepared("O2"), loops.prepared("O1", num_losses=2)
+    _first, second = loops.prepared("O2"), loops.prepared("O1", num_losses=2)
     amp.load_state_dict(states((1.0, 0), (2.0, 1)))
     assert found(2) == [(1.0, 0), (2.0, 1)]
     amp.restore(*second)
     assert found(1) == [(2.0**16, 0)]
-    del first
 
 
 @pytest.mark.parametrize(
@@ -148,12 +144,11 @@ def test_with_two_sessions_the_newest_is_loaded_into():
     ],
 )
 def test_a_bad_state_is_refused_by_name_and_changes_nothing(bad, words):
-    keep = loops.prepared("O2", num_losses=2)
+    _keep = loops.prepared("O2", num_losses=2)
     before = amp.state_dict()
     with pytest.raises(RuntimeError, match=words):
         amp.load_state_dict(bad if bad is None else {"loss_scaler0": entry(8.0, 1), **bad})
     assert amp.state_dict() == before
-    del keep
 
 
 # -- loading without a scale -----------------------------------------------------------------
@@ -166,6 +161,5 @@ def test_a_state_is_refused_before_initialize_and_ignored_when_amp_is_disabled(c
     amp.initialize(model, loops.sgd(model.parameters()), enabled=False)
     amp.load_state_dict(states((2.0, 7)))
     assert capsys.readouterr() == ("", "")
-    keep = loops.prepared("O2")
+    _keep = loops.prepared("O2")
     assert loops.scale() == 2.0**16
-    del keep

@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 
 from tests.support.features import TORCH_VERSION
 from tests.support.loops import loss_scale, masters, prepared
+from tests.support.reference import plain_loops
 
 GENERATORS = pytest.mark.skipif(
     TORCH_VERSION < (2, 7), reason="this torch does not trace the context of a generator"
@@ -23,8 +24,6 @@ LEVELS = ("O1", "O2", "O5")
 MIXED = ("O1", "O4", "O5")
 
 EPS = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-20}
-LOW_PRECISION = {"O1": torch.float16, "O2": torch.float16, "O3": torch.float16}
-LOW_PRECISION |= {"O4": torch.bfloat16, "O5": torch.bfloat16}
 
 
 class BoundaryNet(nn.Module):
@@ -92,7 +91,7 @@ def no_recompilation():
 
 def assert_close(ours, theirs, level, multiple=8):
     """Within a multiple of the eps of the level's 16-bit type."""
-    tolerance = multiple * EPS[LOW_PRECISION.get(level, torch.float32)]
+    tolerance = multiple * EPS[plain_loops.LEVELS[level].compute]
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 

@@ -175,13 +175,12 @@ class PartlyOff(nn.Module):
 @cases.GENERATORS
 @pytest.mark.parametrize("level", cases.MIXED)
 def test_disable_casts_traces(level):
-    inner, optimizer = loops.prepared(level)
+    inner, _optimizer = loops.prepared(level)
     model = amp.initialize(PartlyOff(inner), opt_level=level, verbosity=0)
     x = torch.randn(3, 4)
     run, graphs = cases.compiled(model)
     assert [y.dtype for y in run(x)] == [y.dtype for y in model(x)]
     assert graphs.frame_count == 1
-    del optimizer
 
 
 def softmax(x):
@@ -191,15 +190,14 @@ def softmax(x):
 def test_compiled_code_follows_a_changed_op_table():
     x = torch.ones(2, dtype=torch.bfloat16)
     run, _ = cases.compiled(softmax)
-    first, _ = loops.prepared("O4")
+    _first, _ = loops.prepared("O4")
     assert run(x).dtype is torch.float32
     amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
     try:
-        second, _ = loops.prepared("O4")
+        _second, _ = loops.prepared("O4")
     finally:
         amp.lists.functional_overrides.FP32_FUNCS.append("softmax")
     assert run(x).dtype is softmax(x).dtype
-    del first, second
 
 
 def test_a_session_that_ends_while_dynamo_traces_leaves_no_casts():

@@ -1,13 +1,18 @@
-"""Whole training steps under ``torch.compile``: results of eager, and few graphs."""
-
-import functools
+"""Training steps, and steps of optimizers, under ``torch.compile``: eager's results, few graphs."""
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 from apex import amp
-from tests.compiled.cases import SAME_GRAPHS, assert_close, compiled, graph_breaks, training_state
+from tests.compiled.cases import (
+    SAME_BITS,
+    SAME_GRAPHS,
+    assert_close,
+    compiled,
+    graph_breaks,
+    training_state,
+)
 from tests.support import loops
 
 pytestmark = pytest.mark.filterwarnings(  # of torch's own making
@@ -25,18 +30,6 @@ def test_compiled_step_trains_as_eager_and_skips_overflows(level):
         assert_close(loss, loops.train_step(*reference, x, y), level)
     assert_close(training_state(ours[1])[0], training_state(reference[1])[0], level)
     assert training_state(ours[1])[1] == training_state(reference[1])[1]
-
-
-@SAME_GRAPHS
-@pytest.mark.parametrize("optimizer_name", ["SGD", "fused AdamW"])
-def test_compiled_step_makes_the_graphs_of_forward_and_own_step_alone(optimizer_name):
-    model, optimizer = loops.prepared("O2", loops.OPTIMIZERS[optimizer_name])
-    train_step = functools.partial(loops.train_step, model, optimizer)
-    step, graphs = compiled(train_step, backend="eager", fullgraph=False)
-    for x, y in loops.batches(5):
-        step(x, y)
-    # torch's SGD compiles again when its momentum is there; fused steps are kernels already.
-    assert graphs.frame_count == {"SGD": 3, "fused AdamW": 1}[optimizer_name]
 
 
 @SAME_GRAPHS
@@ -110,3 +103,64 @@ def test_an_optimizer_that_compiles_its_own_step():
         loops.train_step(*plain, x, y)
     assert_close(list(amp.master_params(optimizer)), list(amp.master_params(plain[1])), "O5")
     assert all(p.isfinite().all() for p in amp.master_params(optimizer))
+
+
+# -- the optimizer's own step is compiled, amp's part is not --------------------------------------
+
+ADAMW = {
+    "foreach AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
+    "capturable Adam": lambda params: torch.optim.Adam(params, lr=1e-2, capturable=True),
+}
+CASES = [
+    *[(level, name) for level in ("O1", "O2", "O4", "O5") for name in ("SGD", "Adam")],
+    *[("O2", name) for name in ("fused AdamW", "fused SGD", "foreach AdamW", "LBFGS closure")],
+]
+
+
+def optimize(level, name):
+    loss_scale = 64.0 if name == "LBFGS closure" else "dynamic"
+    return loops.prepared(level, {**loops.OPTIMIZERS, **ADAMW}[name], loss_scale=loss_scale)
+
+
+def take(model, optimizer, step, x, y):
+    def closure():
+        optimizer.zero_grad()
+        return loops.backward(model, optimizer, x, y)
+
+    if isinstance(optimizer, torch.optim.LBFGS):
+        step(closure)
+    else:
+        closure()
+        step()
+
+
+@pytest.mark.parametrize(("level", "name"), CASES)
+def test_compiled_step_equals_eager_and_skips_overflows(level, name):
+    (model, optimizer), (reference, plain) = optimize(level, name), optimize(level, name)
+    step, _ = compiled(optimizer.step, backend="eager", fullgraph=False)
+    overflows = () if name == "LBFGS closure" else {1, 4}
+    for x, y in loops.batches(6, overflows):
+        take(model, optimizer, step, x, y)
+        take(reference, plain, plain.step, x, y)
+        pairs = zip(model.parameters(), amp.master_params(optimizer), strict=True)
+        assert all(loops.same(param.data, master.data.to(param.dtype)) for param, master in pairs)
+    if name in ("fused AdamW", "fused SGD") or (name == "SGD" and SAME_BITS):
+        assert loops.same(training_state(optimizer), training_state(plain))
+    assert_close(training_state(optimizer)[0], training_state(plain)[0], "O0")
+    assert training_state(optimizer)[1] == 2.0**14 or not overflows
+
+
+@pytest.mark.gpu(kernels="inductor writes and compiles them")
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_compiled_capturable_step_equals_eager_on_a_gpu(level):
+    def parts():
+        model = loops.net().cuda()
+        optimizer = ADAMW["capturable Adam"](model.parameters())
+        return amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic")
+
+    (model, optimizer), (reference, plain) = parts(), parts()
+    step, _ = compiled(optimizer.step, backend="inductor", fullgraph=False)
+    for x, y in loops.batches(5, {1}):
+        take(model, optimizer, step, x.cuda(), y.cuda())
+        take(reference, plain, plain.step, x.cuda(), y.cuda())
+    assert_close(training_state(optimizer)[0], training_state(plain)[0], "O0", 64)

@@ -6,18 +6,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex.debug.overflow import trace_overflow
+from tests.debug.bodies import Body
 
 INF, NAN = float("inf"), float("nan")
 
 
-class FunctionNet(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self.linear(x))
+def net_of(function):
+    return Body(lambda self, x: function(self.linear(x)), linear=nn.Linear(4, 4))
 
 
 def triangle():
@@ -77,7 +72,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_harmless_program_has_no_fault(name):
-    net = FunctionNet(PROGRAMS[name])
+    net = net_of(PROGRAMS[name])
     with trace_overflow(net) as trace:
         net(torch.randn(4, 4)).sum().backward()
     assert trace.first is None, str(trace)
@@ -89,7 +84,7 @@ def test_a_mask_that_the_forward_writes_into_a_buffer_is_no_fault():
         net.mask.copy_(torch.ones(4, 4).tril().log())
         return (h + net.mask).softmax(-1)
 
-    net = FunctionNet(masked)
+    net = net_of(masked)
     net.register_buffer("mask", torch.zeros(4, 4))
     with trace_overflow(net) as trace:
         net(torch.randn(4, 4)).square().sum().backward()

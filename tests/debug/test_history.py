@@ -68,9 +68,8 @@ def test_no_trace_sees_the_operators_of_a_tool(tool, level):
         return found.names
 
     alone = seen()
-    handle = tool(optimizer)
+    _handle = tool(optimizer)
     assert seen() == alone
-    del handle
 
 
 def test_a_limit_keeps_the_last_passes():

@@ -15,22 +15,16 @@ FP16 = torch.float16
 INF, NAN = float("inf"), float("nan")
 
 
-class BodyNet(nn.Module):
-    """Holds the module under test as ``layers.1``, behind a linear layer."""
-
-    def __init__(self, body):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(3, 3), body])
-
-    def forward(self, x):
-        return self.layers[1](self.layers[0](x))
+def body_net(body):
+    """The module under test, ``1``, behind a linear layer."""
+    return nn.Sequential(nn.Linear(3, 3), body)
 
 
 def through_net(function, x=None):
     """Returns the trace of one plain iteration in fp32 of a net with ``function`` in the middle."""
-    net = BodyNet(Body(function))
-    nn.init.eye_(net.layers[0].weight)
-    nn.init.zeros_(net.layers[0].bias)
+    net = body_net(Body(function))
+    nn.init.eye_(net[0].weight)
+    nn.init.zeros_(net[0].bias)
     with trace_overflow(net) as trace:
         net(torch.ones(2, 3) if x is None else x).sum().backward()
     return trace
@@ -40,7 +34,7 @@ CASES = {}
 """Programs by name, and what the first fault of each is to be."""
 
 
-def planted(op, kind, cause, module="layers.1", direction="forward", dtype="float32"):
+def planted(op, kind, cause, module="1", direction="forward", dtype="float32"):
     def add(run):
         expected = f"aten.{op}", kind, cause, module, direction, dtype
         CASES[run.__name__] = run, expected
@@ -72,22 +66,22 @@ FORMULAS = {
 }
 for name, formula in FORMULAS.items():
     op, kind, cause, *rest = name.split(", ")
-    fault = f"aten.{op}", kind, cause, "layers.1", *(rest or ("forward", "float32"))
+    fault = f"aten.{op}", kind, cause, "1", *(rest or ("forward", "float32"))
     CASES[name] = functools.partial(through_net, formula), fault
 
 
 @planted("add_", "inf", "range", direction="backward", dtype="float16")
 def accumulation_of_fp16_gradients():
-    net = BodyNet(
+    net = body_net(
         Body(lambda self, x: x * self.w.float(), w=nn.Parameter(torch.ones(3, dtype=FP16)))
     )
     with trace_overflow(net) as trace:
         for _ in range(3):
-            (net.layers[1](torch.ones(1, 3)) * 3e4).sum().backward()
+            (net[1](torch.ones(1, 3)) * 3e4).sum().backward()
     return trace
 
 
-@planted("div", "nan", "division by zero", module="layers.0", direction="backward")
+@planted("div", "nan", "division by zero", module="0", direction="backward")
 def hook_that_normalizes_a_zero_gradient():
     def watched(self, x):
         x.register_hook(lambda grad: grad / grad.norm())
@@ -98,7 +92,7 @@ def hook_that_normalizes_a_zero_gradient():
 
 @planted("nll_loss_forward", "nan", "division by zero", module="")
 def cross_entropy_with_all_targets_ignored():
-    net = BodyNet(nn.Identity())
+    net = body_net(nn.Identity())
     with trace_overflow(net) as trace:
         F.cross_entropy(net(torch.ones(2, 3)), torch.tensor([-100, -100])).backward()
     return trace
@@ -106,7 +100,7 @@ def cross_entropy_with_all_targets_ignored():
 
 @planted("log", "inf", "domain", module="")
 def loss_in_a_closure():
-    net = BodyNet(nn.Identity())
+    net = body_net(nn.Identity())
     optimizer = torch.optim.LBFGS(net.parameters())
     with trace_overflow(net) as trace:
 
@@ -121,7 +115,7 @@ def loss_in_a_closure():
 
 @planted("_foreach_copy_", "inf", "update", module="", dtype="float16")
 def masters_that_outgrow_the_model_s_fp16():
-    net = BodyNet(nn.Identity())
+    net = body_net(nn.Identity())
     net, optimizer = prepared("O2", lambda p: torch.optim.SGD(p, lr=1e6), net, loss_scale=1.0)
     with trace_overflow(net) as trace:
         scaled_backward(net(torch.ones(2, 3)).sum(), optimizer)
@@ -131,11 +125,11 @@ def masters_that_outgrow_the_model_s_fp16():
 
 @planted("lerp_", "nan", "optimizer state", module="")
 def nan_in_optimizer_state():
-    net = BodyNet(nn.Identity())
+    net = body_net(nn.Identity())
     optimizer = torch.optim.Adam(net.parameters(), foreach=False)
     net(torch.ones(2, 3)).sum().backward()
     optimizer.step()
-    optimizer.state[net.layers[0].weight]["exp_avg"][0, 0] = NAN
+    optimizer.state[net[0].weight]["exp_avg"][0, 0] = NAN
     with trace_overflow(net) as trace:
         optimizer.step()
     return trace
@@ -143,7 +137,7 @@ def nan_in_optimizer_state():
 
 @planted("linalg_vector_norm", "inf", "update", module="")
 def an_optimizer_whose_eps_is_a_pair():
-    net = BodyNet(nn.Identity())
+    net = body_net(nn.Identity())
     optimizer = torch.optim.Adafactor(net.parameters())
     with trace_overflow(net) as trace:
         (net(torch.ones(2, 3)).sum() * 1e30).backward()

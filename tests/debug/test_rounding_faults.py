@@ -67,7 +67,6 @@ def test_gradients_that_vanish_by_construction_or_by_chance_are_no_fault(loss):
 
 @pytest.mark.parametrize("scale", [2.0**14, 2.0**17], ids=["sums", "the gradient's cast"])
 def test_nothing_is_accused_behind_an_overflow(scale):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).half()
     with amp.debug.trace_rounding(model) as trace:
         output = model(torch.randn(16, 8, dtype=torch.float16))
@@ -81,7 +80,6 @@ def test_nothing_is_accused_behind_an_overflow(scale):
 
 @pytest.mark.parametrize("scale", [lambda x: x * 0.999, lambda x: x.mul_(0.999)])
 def test_an_activation_times_a_number_close_to_1_is_no_average(scale):
-    torch.manual_seed(0)
     body = Body(lambda self, x: scale(x))
     model = nn.Sequential(nn.Linear(16, 16), body, nn.Linear(16, 4)).bfloat16()
     for grad in (True, False):
@@ -96,7 +94,6 @@ def test_an_activation_times_a_number_close_to_1_is_no_average(scale):
     ("shift", "found"), [(16.0, "lost"), (1e3, "lost"), (1e6, "skipped"), (1e7, "skipped")]
 )
 def test_a_difference_that_cancels_in_fp32_too_is_not_called_healthy(shift, found):
-    torch.manual_seed(0)
     body = Body(lambda self, x: (x + shift) - shift)
     model = nn.Sequential(nn.Linear(8, 8), body, nn.Linear(8, 4)).bfloat16()
     with amp.debug.trace_rounding(model) as trace:
@@ -108,7 +105,6 @@ def test_a_difference_that_cancels_in_fp32_too_is_not_called_healthy(shift, foun
 
 @pytest.mark.parametrize(("momentum", "op"), [(1e-3, "aten.native_batch_norm"), (0.1, None)])
 def test_a_running_mean_that_stands_still_is_named(momentum, op):
-    torch.manual_seed(0)
     norm = nn.BatchNorm1d(8, momentum=momentum).bfloat16()
     norm.running_mean.fill_(3.0)
     with amp.debug.trace_rounding(norm) as trace:
@@ -128,7 +124,6 @@ def test_a_running_mean_that_stands_still_is_named(momentum, op):
     ],
 )
 def test_an_average_of_weights_that_stands_still_is_named(update):
-    torch.manual_seed(0)
     model = nn.Linear(8, 8).bfloat16()
     average = copy.deepcopy(model)
     with amp.debug.trace_rounding(model) as trace:
@@ -141,7 +136,6 @@ def test_an_average_of_weights_that_stands_still_is_named(update):
 
 
 def test_a_loss_of_large_logits_is_named():
-    torch.manual_seed(0)
     for mode in ("bf16", "O5"):
         training = Training(mlp(), mode, lambda y, z: F.cross_entropy(y.bfloat16() + 500, z))
         with amp.debug.trace_rounding(training.model) as trace:
@@ -151,7 +145,6 @@ def test_a_loss_of_large_logits_is_named():
 
 
 def test_gradients_of_two_means_that_nearly_cancel_are_no_fault():
-    torch.manual_seed(0)
     critic = mlp(nn.Tanh, depth=2).half()
     x = torch.randn(16, 32).half()
     with amp.debug.trace_rounding(critic) as trace:

@@ -24,7 +24,6 @@ def suggested(model, length=24):
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_module_is_found_and_nothing_else(fault):
-    torch.manual_seed(0)
     faulty, length, _, _ = rounding_cases.FAULTS[fault]
     found = suggested(rounding_cases.Around(faulty()), length)
     assert found.modules == ["faulty"]
@@ -42,33 +41,11 @@ def test_a_healthy_model_needs_none(name):
     assert found.setting == ""
 
 
-class Two(nn.Module):
-    """Two faults, one of them twice, among healthy modules."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(65, 32)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 32), kind(), nn.LayerNorm(32))
-            for kind in (
-                rounding_cases.Shift,
-                nn.Tanh,
-                rounding_cases.Shift,
-                rounding_cases.CancelsBackward,
-            )
-        )
-        self.head = nn.Linear(32, 65)
-
-    def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def test_several_faults_are_all_found():
-    torch.manual_seed(0)
-    assert sorted(suggested(Two()).modules) == ["blocks.0.1", "blocks.2.1", "blocks.3.1"]
+    kinds = rounding_cases.Shift, nn.Tanh, rounding_cases.Shift, rounding_cases.CancelsBackward
+    blocks = [nn.Sequential(nn.Linear(32, 32), kind(), nn.LayerNorm(32)) for kind in kinds]
+    model = nn.Sequential(nn.Embedding(65, 32), *blocks, nn.Linear(32, 65))
+    assert sorted(suggested(model).modules) == ["1.1", "3.1", "4.1"]
 
 
 def test_a_fault_outside_of_modules_is_noted():
@@ -84,7 +61,6 @@ def test_a_fault_outside_of_modules_is_noted():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_everything_is_as_before(fails):
-    torch.manual_seed(0)
     model, x = rounding_cases.HEALTHY["conv net"](), torch.randn(4, 3, 16, 16)
     model(x).sum().backward()
     before, given = everything(model), x.clone()

@@ -1,4 +1,4 @@
-"""Meshes of two dimensions, on four ranks: HSDP, tensor parallel, and both with FSDP2."""
+"""Meshes on four ranks: HSDP, tensor parallel, and both with FSDP2; norms over sharded parts."""
 
 import pytest
 import torch
@@ -11,9 +11,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 from apex import amp
+from apex.optimizers import FusedLAMB
+from tests.support import loops
 from tests.support.features import shards_on_cpu
 from tests.support.loops import same, scaled_backward
-from tests.support.sharding import mesh, shard
+from tests.support.sharding import mesh, net, shard
 
 pytestmark = [pytest.mark.distributed, shards_on_cpu]
 
@@ -77,3 +79,30 @@ def test_every_mesh_trains_as_without_amp(on_ranks, parallel, level):
         assert same(found, expected)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=8e-3)
+
+
+OPTIMIZERS = {"LAMB": FusedLAMB, "AdamW": torch.optim.AdamW}
+
+
+def clipped_and_trained(rank, kind, shape):
+    """Norms and weights after steps on the same data; without a shape nothing is sharded."""
+    model = net()
+    if shape:
+        shard(model, mesh(*shape, names=("replicate", "shard")[-len(shape) :]))
+    model, optimizer = loops.prepared("O0", OPTIMIZERS[kind], model)
+    norms = []
+    for x, y in loops.batches(3):
+        optimizer.zero_grad()
+        loops.backward(model, optimizer, x, y)
+        norms.append(float(amp.clip_grad_norm_(optimizer, 0.1)))
+        optimizer.step()
+    whole = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+    return torch.tensor(norms), whole
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_clips_and_steps_by_norms_are_those_of_the_whole_model(on_ranks, kind, shape):
+    ranks = 2 * len(shape)
+    for found in on_ranks(ranks, clipped_and_trained, kind, shape):
+        torch.testing.assert_close(found, clipped_and_trained(0, kind, None))

@@ -1,7 +1,6 @@
 """Wrappers in unusual places: compiled, copied, several of one optimizer, joined, too early."""
 
 import contextlib
-import copy
 import gc
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex import amp
 from apex.parallel import DistributedDataParallel as ApexDistributedDataParallel
@@ -64,19 +62,6 @@ def test_no_sync_of_compiled_models_is_that_of_eager_ones(on_two_ranks, where):
         torch.testing.assert_close(*map(torch.tensor, found), rtol=2.0**-7, atol=2.0**-7)
 
 
-def accumulate_in_copies(rank, level):
-    model, optimizer = initialized(level, *copy.deepcopy(prepare(level, seed=rank)))
-    return accumulate(rank, DistributedDataParallel(model), optimizer, model)
-
-
-@pytest.mark.parametrize("level", ENTRIES)
-def test_copies_that_are_prepared_train_under_a_wrapper_of_their_own_as_the_original(
-    on_two_ranks, level
-):
-    first, second = on_two_ranks(accumulate_in_copies, level)
-    assert first == second == on_two_ranks(accumulate_eager, level)[0]
-
-
 def train_one_optimizer_of_several_wrappers(rank, level):
     with torch.random.fork_rng():
         torch.manual_seed(rank)
@@ -99,47 +84,6 @@ def train_one_optimizer_of_several_wrappers(rank, level):
 def test_masters_of_several_wrappers_are_sent_in_one_order(on_two_ranks, level):
     first, second = on_two_ranks(train_one_optimizer_of_several_wrappers, level)
     assert first == second
-
-
-class Sent(TorchDispatchMode):
-    """Counts collectives."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.namespace == "c10d"
-        return func(*args, **(kwargs or {}))
-
-
-def first_blocks(rank, level):
-    """Collectives of a block that is not entered, and of the start of the first two that are."""
-    with torch.random.fork_rng():
-        torch.manual_seed(rank)
-        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(9)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = initialized(level, model, optimizer)
-    parallel = DistributedDataParallel(model)
-    counts = []
-    for enters in (False, True, True):
-        loss = loops.loss_of(parallel, rank_batch(rank, 0)[0], torch.zeros(3, 4))
-        with Sent() as sent:
-            block = amp.scale_loss(loss, optimizer)
-            scaled_loss = block.__enter__() if enters else loss
-        counts.append(sent.count)
-        scaled_loss.backward()
-        if enters:
-            block.__exit__(None, None, None)
-    optimizer.zero_grad()
-    return counts, [master.tolist() for master in loops.masters(optimizer)]
-
-
-@pytest.mark.parametrize(("level", "broadcasts"), [("O1", 0), ("O2", 1), ("O4", 0), ("O5", 1)])
-def test_masters_are_sent_in_one_broadcast_by_the_first_block_that_is_entered(
-    on_two_ranks, level, broadcasts
-):
-    first, second = on_two_ranks(first_blocks, level)
-    assert first == second
-    assert first[0] == [0, broadcasts, 0]
 
 
 def zero_in_place(rank, level, views):
@@ -251,25 +195,6 @@ def test_a_wrapper_made_before_its_parameters_are_cast_is_told_the_order(
         assert "before its parameters were cast" in told
         assert "Call amp.initialize first" in told
         assert "Lightning 1.x" in told
-
-
-def wrapped_by_a_library(rank, level, first):
-    """As ``ApexPrecision`` does in Fabric, which wraps before the plugin sees an optimizer."""
-    model = net(rank)
-    parallel = DistributedDataParallel(model) if first else None
-    model, optimizer = initialized(level, model)
-    if first:
-        amp._amp_state.sessions()[-1].ddp.allow_wrapped_first()
-    parallel = parallel or DistributedDataParallel(model)
-    loops.train(parallel, optimizer, data=(rank_batch(rank, step) for step in range(3)))
-    return state(model, optimizer)
-
-
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
-def test_a_library_may_wrap_before_amp_prepares_the_model(on_two_ranks, level):
-    first, second = on_two_ranks(wrapped_by_a_library, level, True)
-    assert first == second
-    assert on_two_ranks(wrapped_by_a_library, level, False) == [first, second]
 
 
 def train_alone(level, first, **options):

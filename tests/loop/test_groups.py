@@ -44,17 +44,6 @@ def test_an_optimizer_may_train_an_input_of_a_model(level, kind):
 # -- groups change ---------------------------------------------------------------------------
 
 
-@levels
-def test_a_plain_module_added_later_is_trained(level):
-    model, optimizer = loops.prepared(level)
-    head = nn.Linear(2, 2)
-    optimizer.add_param_group({"params": head.parameters(), "lr": 0.5})
-    before = loops.values(head.parameters())
-    both = nn.Sequential(model, head)
-    loops.train(both, optimizer, 2)
-    assert not loops.same(before, loops.values(head.parameters()))
-
-
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [

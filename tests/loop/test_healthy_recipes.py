@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import math
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
 from apex import amp
+from tests.model.nets import Tied
 from tests.support import loops
 
 STEPS = 5
@@ -54,28 +54,23 @@ def descend(loss, *optimizers, **options):
         optimizer.step()
 
 
-def fit(model, optimizer, after=lambda: None, steps=STEPS):
+def fit(model, optimizer, after=lambda: None, steps=STEPS, loss=loss_of):
     for _ in range(steps):
-        descend(loss_of(model), optimizer)
+        descend(loss(model), optimizer)
         after()
 
 
 # -- schedules -----------------------------------------------------------------------------------
 
 
-def warm_up(level, rate=1e-8):
-    model, optimizer = pair_at(level, lambda model: adamw(model, rate))
-    fit(model, optimizer, lr_scheduler.LambdaLR(optimizer, lambda step: 1 + step).step, 20)
-
-
-def warm_up_of_sgd(level):
-    model, optimizer = pair_at(level, lambda model: torch.optim.SGD(model.parameters(), lr=1e-7))
-    fit(model, optimizer, lr_scheduler.LinearLR(optimizer, 1e-3).step, 20)
-
-
-def one_cycle(level):
-    model, optimizer = pair_at(level)
-    fit(model, optimizer, lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS + 1).step)
+def schedules(level):
+    for make_optimizer, make_scheduler in (
+        (lambda m: adamw(m, 1e-8), lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 + step)),
+        (lambda m: loops.sgd(m.parameters(), 1e-7), lambda o: lr_scheduler.LinearLR(o, 1e-3)),
+        (adamw, lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=21)),
+    ):
+        model, optimizer = pair_at(level, make_optimizer)
+        fit(model, optimizer, make_scheduler(optimizer).step, 20)
 
 
 def a_step_that_silences_the_scheduler(level):
@@ -90,10 +85,11 @@ def a_step_that_silences_the_scheduler(level):
 
 def accumulated_and_clipped(level):
     model, optimizer = pair_at(level)
-    for _ in range(STEPS):
+    for step in range(STEPS):
         optimizer.zero_grad()
-        for x in X.split(2):
-            loops.scaled_backward(model(x).float().square().mean() / 2, optimizer)
+        for part, x in enumerate(X.split(2)):
+            loss = model(x).float().square().mean() / 2
+            loops.scaled_backward(loss, optimizer, delay_unscale=part == 0 and step > 2)
         nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
         optimizer.step()
 
@@ -127,28 +123,7 @@ def first_overflow(level):
     descend(loss_of(model) * 2.0**10, optimizer)
 
 
-def truncated_backpropagation(level):
-    model = nn.RNN(8, 8, batch_first=True)
-    model, optimizer = pair_at(level, model=model)
-    state = torch.zeros(1, 4, 8)
-    for _ in range(STEPS):
-        out, state = model(X[:, None], state.detach().to(model.weight_hh_l0.dtype))
-        descend(out.float().square().mean(), optimizer)
-
-
 # -- averages and targets ------------------------------------------------------------------------
-
-
-def average_made_before(level):
-    model = net()
-    average = copy.deepcopy(model).requires_grad_(False)
-    model, optimizer = pair_at(level, model=model)
-
-    def update():
-        for old, new in zip(average.parameters(), model.parameters(), strict=True):
-            old.lerp_(new.detach().float(), 0.1)
-
-    fit(model, optimizer, update)
 
 
 def average_of_state_dicts(level):
@@ -182,11 +157,11 @@ def average_by_shadows(level):
 def average_of_masters(level):
     model, optimizer = pair_at(level)
     average = [param.detach().clone() for param in amp.master_params(optimizer)]
-    fit(
-        model,
-        optimizer,
-        lambda: torch._foreach_lerp_(average, [*amp.master_params(optimizer)], 0.1),
-    )
+
+    def update():
+        torch._foreach_lerp_(average, [*amp.master_params(optimizer)], 0.1)
+
+    fit(model, optimizer, update)
 
 
 def stochastic_weight_averaging(level):
@@ -195,7 +170,7 @@ def stochastic_weight_averaging(level):
     fit(model, optimizer, lambda: average.update_parameters(amp.restore(copy.deepcopy(model))))
 
 
-def deep_q_learning(level, soft=False):
+def deep_q_learning(level):
     model = net()
     target = copy.deepcopy(model)
     model, optimizer = pair_at(level, model=model)
@@ -204,15 +179,8 @@ def deep_q_learning(level, soft=False):
             wanted = target(X).amax(1)
         chosen = model(X).float().gather(1, Y[:, None]).squeeze(1)
         descend(F.smooth_l1_loss(chosen, wanted), optimizer)
-        if soft:
-            for old, new in zip(target.parameters(), model.parameters(), strict=True):
-                old.data.mul_(0.9).add_(new.data, alpha=0.1)
-        elif step % 2:
+        if step % 2:
             target.load_state_dict(model.state_dict())
-
-
-def deep_q_learning_with_soft_updates(level):
-    deep_q_learning(level, soft=True)
 
 
 def teacher_and_student(level):
@@ -262,38 +230,6 @@ def wasserstein_adversary(level):
     generative_adversary(level, clears=True, clips=0.05)
 
 
-def gradient_penalty(level):
-    critic, optimizer = pair_at(
-        level, model=nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-    )
-    for _ in range(STEPS):
-        x = X.clone().requires_grad_()
-        out = critic(x).float()
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        descend(out.mean() + (slope.norm(dim=1) - 1).square().mean(), optimizer)
-
-
-def proximal_policy_optimization(level):
-    body, policy, value = net(8), nn.Linear(8, 4), nn.Linear(8, 1)
-    model = nn.ModuleDict({"body": body, "policy": policy, "value": value})
-    model.forward = lambda x: (model["policy"](model["body"](x)), model["value"](model["body"](x)))
-    model, optimizer = pair_at(level, model=model)
-    with torch.no_grad():
-        logits, values = model(X)
-        old = logits.float().log_softmax(1).gather(1, Y[:, None])
-    gain = torch.ones(4, 1)
-    for _ in range(STEPS):
-        logits, values = model(X)
-        distribution = torch.distributions.Categorical(logits=logits.float())
-        ratio = (distribution.log_prob(Y)[:, None] - old).exp()
-        surrogate = torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
-        loss = F.mse_loss(values.float(), gain) - surrogate - 0.01 * distribution.entropy().mean()
-        optimizer.zero_grad()
-        loops.scaled_backward(loss, optimizer)
-        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
-        optimizer.step()
-
-
 def soft_actor_critic(level):
     actor, critic = net(8), net(1)
     temperature = torch.zeros(1, requires_grad=True)
@@ -302,13 +238,8 @@ def soft_actor_critic(level):
     for _ in range(STEPS):
         descend((critic(X).float() - 1).square().mean(), made[1])
         action = actor(X)
-        descend(
-            (
-                temperature.exp().detach() * action.float().square().mean()
-                - critic(action).float().mean()
-            ),
-            made[0],
-        )
+        cost = temperature.exp().detach() * action.float().square().mean()
+        descend(cost - critic(action).float().mean(), made[0])
         descend((temperature * action.detach().float().mean()).sum(), made[2])
 
 
@@ -328,33 +259,6 @@ def a_part_that_trains_later(level):
 
 
 # -- parts that are frozen -----------------------------------------------------------------------
-
-
-def low_rank_adaptation(level):
-    class Adapted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base = nn.Linear(8, 4).requires_grad_(False)
-            self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 4, bias=False)
-            nn.init.zeros_(self.up.weight)
-
-        def forward(self, x):
-            return self.base(x) + self.up(self.down(x))
-
-    fit(*pair_at(level, model=Adapted()))
-
-
-def prompt_tuning(level):
-    class Prompted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.prompt = nn.Parameter(torch.zeros(8))
-            self.body = net().requires_grad_(False)
-
-        def forward(self, x):
-            return self.body(x + self.prompt)
-
-    fit(*pair_at(level, model=Prompted()))
 
 
 def unfrozen_later(level):
@@ -410,18 +314,6 @@ def sharpness_aware_minimization(level):
         optimizer.step()
 
 
-def lookahead(level):
-    model, optimizer = pair_at(level)
-    slow = [param.detach().clone() for param in amp.master_params(optimizer)]
-
-    def update():
-        for old, fast in zip(slow, amp.master_params(optimizer), strict=True):
-            old.lerp_(fast.data, 0.5)
-            fast.data.copy_(old)
-
-    fit(model, optimizer, update)
-
-
 def decay_by_hand(level):
     model, optimizer = pair_at(level)
 
@@ -431,15 +323,6 @@ def decay_by_hand(level):
             param.data.renorm_(2, 0, 1.0) if param.dim() > 1 else None
 
     fit(model, optimizer, update)
-
-
-def reptile(level):
-    model, optimizer = pair_at(level)
-    for _ in range(2):
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        fit(model, optimizer, steps=2)
-        after = model.state_dict()
-        model.load_state_dict({name: before[name].lerp(after[name], 0.5) for name in before})
 
 
 def meta_learning(level):
@@ -483,101 +366,84 @@ def forward_gradients(level):
         optimizer.step()
 
 
-# -- other fields --------------------------------------------------------------------------------
+# -- models and losses ---------------------------------------------------------------------------
 
 
-def variational_autoencoder(level):
-    model, optimizer = pair_at(level, model=net(16))
+class Adapted(nn.Module):
+    """Low-rank adaptation."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(8, 4).requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 4, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Prompted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.prompt = nn.Parameter(torch.zeros(8))
+        self.body = net().requires_grad_(False)
+
+    def forward(self, x):
+        return self.body(x + self.prompt)
+
+
+class Quantizer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encode, self.codes = nn.Linear(8, 4), nn.Embedding(8, 4)
+
+    def forward(self, x):
+        hidden = self.encode(x)
+        code = self.codes(torch.cdist(hidden.float(), self.codes.weight.float()).argmin(1))
+        return hidden + (code - hidden).detach() + F.mse_loss(code, hidden.detach())
+
+
+class Graph(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("edges", (torch.eye(4) / 3).to_sparse())
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.last(torch.sparse.mm(self.edges.float(), self.first(x).float()).to(x.dtype))
+
+
+def gradient_penalty(critic):
+    x = X.clone().requires_grad_()
+    out = critic(x).float()
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return out.mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
+MODELS = [
+    (Adapted, loss_of),
+    (Prompted, loss_of),
+    (Quantizer, loss_of),
+    (Graph, loss_of),
+    (Tied, lambda model: F.cross_entropy(model(Y).float(), Y.roll(1))),
+    (lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), gradient_penalty),
+    (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 4)), loss_of),
+    (lambda: nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(24, 4)),
+     lambda model: loss_of(model, X[:, None])),
+]  # fmt: skip
+
+
+def models_and_losses(level):
+    for make, loss in MODELS:
+        fit(*pair_at(level, model=make()), loss=loss)
+
+
+def truncated_backpropagation(level):
+    model, optimizer = pair_at(level, model=nn.RNN(8, 8, batch_first=True))
+    state = torch.zeros(1, 4, 8)
     for _ in range(STEPS):
-        mean, log_variance = model(X).float().chunk(2, 1)
-        drawn = mean + torch.randn_like(mean) * (log_variance / 2).exp()
-        loss = F.mse_loss(drawn, X) - 0.5 * (1 + log_variance - mean**2 - log_variance.exp()).mean()
-        descend(loss, optimizer)
-
-
-def vector_quantization(level):
-    class Quantizer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encode, self.codes = nn.Linear(8, 4), nn.Embedding(8, 4)
-
-        def forward(self, x):
-            hidden = self.encode(x)
-            nearest = torch.cdist(hidden.float(), self.codes.weight.float()).argmin(1)
-            code = self.codes(nearest)
-            return hidden + (code - hidden).detach(), F.mse_loss(code, hidden.detach())
-
-    model, optimizer = pair_at(level, model=Quantizer())
-    for _ in range(STEPS):
-        out, commitment = model(X)
-        descend(out.float().square().mean() + commitment.float(), optimizer)
-
-
-def diffusion(level):
-    class Denoiser(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.time, self.body = nn.Linear(8, 8), net(8)
-
-        def forward(self, x, step):
-            frequencies = torch.exp(-math.log(1e4) * torch.arange(4) / 4)
-            angles = step[:, None].float() * frequencies
-            embedded = torch.cat([angles.sin(), angles.cos()], 1)
-            return self.body(x + self.time(embedded.to(x.dtype)))
-
-    model, optimizer = pair_at(level, model=Denoiser())
-    for _ in range(STEPS):
-        noise, step = torch.randn(4, 8), torch.randint(0, 1000, (4,))
-        share = (step / 1000)[:, None]
-        descend(F.mse_loss(model(X * (1 - share) + noise * share, step).float(), noise), optimizer)
-
-
-def language_model_with_tied_embeddings(level):
-    class Language(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(4, 8)
-            self.body = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
-            self.head = nn.Linear(8, 4, bias=False)
-            self.head.weight = self.embedding.weight
-
-        def forward(self, tokens):
-            return self.head(self.body(self.embedding(tokens)))
-
-    model, optimizer = pair_at(level, model=Language())
-    for _ in range(STEPS):
-        descend(F.cross_entropy(model(Y[None]).float()[0], Y.roll(1)), optimizer)
-
-
-def convolutions_with_batch_norm_and_mixup(level):
-    model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(24, 4))
-    model, optimizer = pair_at(level, model=model)
-    for _ in range(STEPS):
-        mixed = 0.3 * X[:, None] + 0.7 * X.flip(0)[:, None]
-        out = model(mixed).float()
-        loss = 0.3 * F.cross_entropy(out, Y, label_smoothing=0.1) + 0.7 * F.cross_entropy(
-            out, Y.flip(0)
-        )
-        descend(loss, optimizer)
-
-
-def spectral_norm_of_a_critic(level):
-    parametrize = nn.utils.parametrizations.spectral_norm
-    fit(*pair_at(level, model=nn.Sequential(parametrize(nn.Linear(8, 8)), nn.Linear(8, 4))))
-
-
-def graph_network(level):
-    class Graph(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("edges", (torch.eye(4) / 3).to_sparse())
-            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
-
-        def forward(self, x):
-            spread = torch.sparse.mm(self.edges.float(), self.first(x).float())
-            return self.last(spread.to(x.dtype))
-
-    fit(*pair_at(level, model=Graph()))
+        out, state = model(X[:, None], state.detach().to(model.weight_hh_l0.dtype))
+        descend(out.float().square().mean(), optimizer)
 
 
 def is_recipe(value):

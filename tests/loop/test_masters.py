@@ -327,18 +327,6 @@ def test_a_weight_with_gaps_in_memory_trains_as_one_without(level):
     assert loops.same(*results)
 
 
-@pytest.mark.parametrize("name", ["SGD", "fused AdamW"])
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
-def test_a_step_ends_with_the_rounded_masters_in_the_model(level, name):
-    model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name])
-    weights = list(model.parameters())
-    masters = list(amp.master_params(optimizer))
-    loops.backward(model, optimizer, *loops.batch())
-    optimizer.step()
-    for weight, master in zip(weights, masters, strict=True):
-        assert torch.equal(weight, master.to(weight.dtype))
-
-
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_before_torch_2_10_masters_are_refused_and_nothing_has_changed(level, monkeypatch):
     monkeypatch.setattr(parameters, "keeps_any_grad", False)

@@ -48,18 +48,6 @@ def test_clearing_gradients_does_not_take_an_overflow_back(level, clear):
     assert loops.same(before, loops.masters(optimizer))
 
 
-@pytest.mark.parametrize("name", ["fused AdamW", "SGD"])
-@pytest.mark.parametrize("where", [0, 1])
-@levels
-def test_an_overflow_in_any_pass_skips_the_step(level, name, where):
-    model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name], **DYNAMIC)
-    before = loops.masters(optimizer)
-    for x, y in loops.batches(2, overflow_at={where}):
-        loops.backward(model, optimizer, x, y)
-    optimizer.step()
-    assert loops.same(before, loops.masters(optimizer))
-
-
 @pytest.mark.parametrize("option", ["delay_unscale", "delay_overflow_check"])
 @levels
 def test_a_delayed_overflow_moves_the_scale_with_the_next_pass_and_skips(level, option):
@@ -174,16 +162,6 @@ def test_a_scheduler_neither_warns_nor_bypasses_the_skip(level, name, early):
         scheduler.step()
     assert optimizer.param_groups[0]["lr"] == lr / 4
     assert not loops.same(before, held(model, optimizer))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_step_hooks_run_for_taken_steps(level):
-    model, optimizer = loops.prepared(level)
-    calls = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    loops.train_step(model, optimizer, *loops.batch())
-    assert calls == ["before", "after"]
 
 
 # -- optimizers that know of loss scaling ----------------------------------------------------

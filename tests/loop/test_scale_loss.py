@@ -97,14 +97,6 @@ def test_retain_graph_backs_twice_through_one_graph(level):
     assert grads(optimizer) == [0.5]
 
 
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
-def test_a_loss_on_the_masters_themselves_gives_unscaled_gradients(level):
-    _, optimizer = loops.prepared(level, loss_scale=8.0)
-    master = next(amp.master_params(optimizer))
-    loops.scaled_backward(0.5 * master.pow(2).sum(), optimizer)
-    assert torch.equal(master.grad, master.detach())
-
-
 # -- casts -----------------------------------------------------------------------------------
 
 
@@ -258,18 +250,6 @@ def test_an_exception_after_zero_grad_inside_the_block_leaves_no_gradients(level
     fail(model, optimizer, clears=True)
     found = loops.grads([*model.parameters(), *amp.master_params(optimizer)])
     assert found == [None] * len(found)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_exception_in_the_second_of_two_delayed_passes_leaves_the_first_to_the_step(level):
-    pairs = [loops.prepared(level, loss_scale=8.0) for _ in range(2)]
-    for pair in pairs:
-        loops.backward(*pair, *loops.batch(), delay_unscale=True)
-    with pytest.warns(match=r"An exception ended"):
-        fail(*pairs[0], early=True, delay_unscale=True)
-    for _, optimizer in pairs:
-        optimizer.step()
-    assert loops.same(*(loops.masters(optimizer) for _, optimizer in pairs))
 
 
 # -- refusals --------------------------------------------------------------------------------

@@ -290,18 +290,8 @@ class Program:
         assert {name: self.params[name][0].item() for name in self.masters} == self.masters
 
 
-CALLS = ["block"] * 6 + ["step"] * 4 + ["clear", "write_masters", "write_weights", "swap", "save"]
-CALLS += [
-    "fail",
-    "discard",
-    "discard",
-    "add_group",
-    "plain",
-    "plain",
-    "edit",
-    "edit",
-    "clear_by_hand",
-]
+CALLS = ["block"] * 6 + ["step"] * 4 + ["discard", "plain", "edit"] * 2 + ["clear", "write_masters"]
+CALLS += ["write_weights", "swap", "save", "fail", "add_group", "clear_by_hand"]
 
 
 @pytest.mark.filterwarnings("ignore:optimizer.step.. was called before any backward pass")

@@ -61,24 +61,22 @@ def test_a_closure_is_cast_as_around_the_step_also_after_one_that_raises(level, 
 
 @levels
 def test_a_step_beside_amp_computes_in_fp32_and_its_closure_has_casts(level, low):
-    held = loops.prepared(level)
+    _held = loops.prepared(level)
     for arguments in ({}, {"closure": product}):
         optimizer = Multiplies()
         assert optimizer.step(**arguments) is (low if arguments else None)
         assert optimizer.dtypes == [FP32] * 2
         assert product() is low
     assert optimizer.step(product) is low
-    del held
 
 
 def test_a_step_inside_another_leaves_the_casts_of_the_outer_one_off():
-    held = loops.prepared("O4")
+    _held = loops.prepared("O4")
     inner = Multiplies()
     outer = Multiplies(inside=inner.step)
     outer.step()
     assert inner.dtypes == outer.dtypes == [FP32] * 2
     assert product() is torch.bfloat16
-    del held
 
 
 @pytest.mark.parametrize("where", ["step", "closure", "inner step"])
@@ -96,9 +94,8 @@ def test_casts_are_on_again_at_the_forward_after_a_step_that_raised(where):
 
 
 def test_a_users_own_autocast_around_a_step_stays():
-    held = loops.prepared("O4")
+    _held = loops.prepared("O4")
     optimizer = Multiplies()
     with torch.autocast("cpu", torch.float16):
         optimizer.step()
     assert optimizer.dtypes == [torch.float16] * 2
-    del held

@@ -48,13 +48,6 @@ class OwnApply(nn.Linear):
         return self
 
 
-@idiom(lambda m: (shape_of(m), m.zero_grad(), m.weight.grad))
-class OwnZeroGrad(nn.Linear):
-    def zero_grad(self):
-        for param in self.parameters():
-            param.grad = None
-
-
 @idiom(lambda m: (m.zero_grad(verbose=True), m.zero_grad(False, True), m.said))
 class WiderZeroGrad(nn.Linear):
     said = 0
@@ -65,14 +58,6 @@ class WiderZeroGrad(nn.Linear):
 
 
 # -- super, and the class as a name ----------------------------------------------------------------
-
-
-@idiom(lambda m: m.train() is m and m.eval() is m and shape_of(m))
-class SuperOfItself(nn.Linear):
-    """As copies of old mmdet."""
-
-    def train(self, mode=True):
-        return super(self.__class__, self).train(mode)
 
 
 @idiom(lambda m: (m.scaled(2), m.both()))

@@ -59,13 +59,6 @@ def test_inputs_go_up_and_outputs_back_down():
     assert outputs == [LOW]
 
 
-def test_only_the_topmost_matching_module_casts():
-    model = kept(Two(), "two", nn.LayerNorm)
-    assert len(model.two._forward_hooks) == 1
-    assert not model.two.norm._forward_hooks
-    assert len(model.one.norm._forward_hooks) == 1
-
-
 def test_batch_norm_rule_and_fp32_modules_add_up():
     model = nn.Sequential(nn.BatchNorm1d(3), nn.LayerNorm(3), nn.Linear(3, 3))
     kept(model, nn.LayerNorm)

@@ -92,6 +92,10 @@ def test_a_model_whose_parameters_are_groups_trains_as_one_whose_are_not(level):
         groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.2}]
         optimizer = torch.optim.SGD(groups, lr=0.1)
         amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=4.0)
+        beside = nn.Parameter(torch.ones(1))
+        beside.grad = torch.ones(1)
+        torch.optim.SGD([beside], lr=0.5).step()  # of no prepared model
+        assert beside.item() == 0.5
         for _ in range(2):
             with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled_loss:
                 scaled_loss.backward()

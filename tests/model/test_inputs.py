@@ -330,6 +330,8 @@ def test_without_it_the_input_is_rounded_and_whole_containers_may_be_named():
     model(torch.ones(1), codes=codes)
     assert model.seen[1]["codes"] is codes
     assert model.seen[0][0].dtype is LOW
+    with pytest.raises(ValueError, match="'codes', which is no argument of the model's forward"):
+        converted(Echo(), fp32_inputs=["codes"])
 
 
 @pytest.mark.parametrize(
@@ -349,25 +351,6 @@ def test_wrong_names_are_refused_before_anything_changes(names, level, error, wo
         amp.initialize(model, opt_level=level, fp32_inputs=names, verbosity=0)
     assert type(model) is Timed
     assert model.body.weight.dtype is torch.float32
-
-
-class Flexible(Timed):
-    def forward(self, x, **kwargs):
-        return super().forward(x, **kwargs)
-
-
-class FlexibleArgs(Timed):
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs)
-
-
-def test_a_named_input_among_kwargs_is_kept_and_among_args_refused():
-    model = converted(Flexible(), fp32_modules=["embed"], fp32_inputs=["timestep"])
-    times = torch.tensor([998.39])
-    model(torch.ones(1, 2), timestep=times)
-    assert model.seen[1] is times
-    with pytest.raises(ValueError, match="'timestep', which is no argument of the model's forward"):
-        converted(FlexibleArgs(), fp32_inputs=["timestep"])
 
 
 # -- what casts are given stays as it is ----------------------------------------------------------

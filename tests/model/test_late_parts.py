@@ -184,23 +184,13 @@ FLOATS = [
 ]
 
 
-def exact_values(model, optimizer):
-    """The masters' values, or the parameters' own in fp32, by name."""
-    stash = optimizer._amp_stash
-    known = dict(zip(map(id, stash.all_fp16_params), stash.all_fp32_from_fp16_params, strict=True))
-    return {
-        name: known.get(id(param), param).detach().float().clone()
-        for name, param in model.named_parameters()
-    }
-
-
 @casting_levels
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("to_fp32", FLOATS)
 def test_float_makes_a_model_plain_with_exact_values_and_training_goes_on(level, to_fp32, caplog):
     model, optimizer = prepare(level)
     loops.train(model, optimizer)
-    exact = exact_values(model, optimizer)
+    exact = {name: value.clone() for name, value in model.state_dict().items()}
     assert to_fp32(model) is model
     assert type(model) is nn.Sequential
     assert "after amp.initialize makes the model plain" in caplog.text
@@ -212,7 +202,7 @@ def test_float_makes_a_model_plain_with_exact_values_and_training_goes_on(level,
     assert torch.equal(torch.jit.trace(model, x)(x), plain(x))
     loops.train(model, optimizer)
     assert not loops.same(list(model.parameters()), list(exact.values()))
-    assert loops.same(list(model.parameters()), list(exact_values(model, optimizer).values()))
+    assert loops.same(list(model.parameters()), list(amp.master_params(optimizer)))
     amp.restore(model, optimizer)
     assert optimizer.param_groups[0]["params"][0] is model[0].weight
     train_plain(model, optimizer)
@@ -220,15 +210,12 @@ def test_float_makes_a_model_plain_with_exact_values_and_training_goes_on(level,
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_float_between_backward_and_step_changes_no_step(level):
-    model, optimizer = prepare(level)
-    expected = prepare(level)
-    for each, change in ((model, True), (expected[0], False)):
-        own = optimizer if change else expected[1]
-        x, y = loops.batch()
-        loops.scaled_backward((each(x).float() - y).square().mean(), own)
-        if change:
-            each.float()
-        own.step()
+    (model, optimizer), expected = prepare(level), prepare(level)
+    for pair in ((model, optimizer), expected):
+        loops.backward(*pair, *loops.batch())
+    model.float()
+    optimizer.step()
+    expected[1].step()
     assert loops.same(loops.masters(optimizer), loops.masters(expected[1]))
 
 
@@ -240,3 +227,33 @@ def test_an_error_names_parameters_that_were_cast_later():
         model(loops.batch()[0])
     model.float()
     model(loops.batch()[0])
+
+
+every_level = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
+
+
+@every_level
+def test_a_materialized_model_trains_as_one_that_never_was_lazy(level):
+    model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(affine=False), nn.LazyLinear(2))
+    model(loops.batch()[0])
+    eager = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 2))
+    eager.load_state_dict(model.state_dict())
+    pairs = [prepare(level, each) for each in (model, eager)]
+    for pair in pairs:
+        loops.train(*pair)
+    assert loops.same(*(loops.masters(optimizer) for _, optimizer in pairs))
+
+
+@every_level
+def test_a_group_of_lazy_parameters_is_refused_until_they_are_materialized(level):
+    model, optimizer = prepare(level)
+    model.append(nn.LazyLinear(2, dtype=next(model.parameters()).dtype))
+    group = {"params": list(model[3].parameters())}
+    with pytest.raises(ValueError, match="uninitialized parameter"):
+        optimizer.add_param_group(dict(group))
+    assert len(optimizer.param_groups) == 1
+    model(loops.batch()[0])
+    optimizer.add_param_group(group)
+    before = loops.masters(optimizer)[-2:]
+    loops.train(model, optimizer)
+    assert not loops.same(before, loops.masters(optimizer)[-2:])

@@ -1,13 +1,10 @@
 """Under another default dtype nothing changes but the dtype of new parameters."""
 
-import ast
 import contextlib
-from pathlib import Path
 
 import pytest
 import torch
 
-import apex
 from apex import amp
 from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from tests.support import loops
@@ -60,24 +57,3 @@ def test_training_at_a_level_is_the_same(level, dtype):
         expected = run()
         with default(dtype):
             assert loops.same(run(), expected)
-
-
-MAKERS = {"full", "zeros", "ones", "empty", "tensor", "arange", "as_tensor", "linspace", "eye"}
-MAKERS |= {"rand", "randn", "scalar_tensor", "empty_strided", "asarray", "logspace"}
-
-
-def test_every_new_tensor_that_is_no_parameter_states_dtype_and_device():
-    source, found = Path(apex.__file__).parents[1], []
-    for path in source.rglob("*.py"):
-        calls = [
-            each for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.Call)
-        ]
-        params = [call for call in calls if ast.unparse(call.func).endswith("nn.Parameter")]
-        made = {id(each) for param in params for each in ast.walk(param)}
-        for call in calls:
-            owner, _, name = ast.unparse(call.func).rpartition(".")
-            stated = {keyword.arg for keyword in call.keywords}
-            states = {"dtype", "device"} <= stated or id(call) in made
-            if owner == "torch" and name in MAKERS and not states:
-                found.append(f"{path.relative_to(source)}: {ast.unparse(call)}")
-    assert found == []

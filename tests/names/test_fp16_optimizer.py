@@ -9,7 +9,9 @@ from torch import nn
 from apex import amp, fp16_utils, optimizers
 from apex.amp.scaler import LossScaler
 from apex.contrib import optimizers as contrib
+from tests.support import loops
 from tests.support.loops import same, saved_and_loaded
+from tests.support.reference.plain_loops import Loop
 
 OLD, FLAT, LISTED = fp16_utils.FP16_Optimizer, optimizers.FP16_Optimizer, contrib.FP16_Optimizer
 each = pytest.mark.parametrize("wrapper", [OLD, FLAT, LISTED], ids=["2018", "2019", "contrib"])
@@ -52,32 +54,6 @@ def masters(optimizer):
     return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
 
 
-class Reference:
-    """A loop by hand: fp32 copies of all parameters, gradients divided by the scale."""
-
-    def __init__(self, scale, dynamic, window=2):
-        self.model = net()
-        self.params = [nn.Parameter(p.detach().float().clone()) for p in self.model.parameters()]
-        self.optimizer = torch.optim.SGD(self.params, lr=0.1, momentum=0.9)
-        self.scale, self.dynamic, self.window, self.clean = scale, dynamic, window, 0
-
-    def step(self, step, overflow):
-        self.model.zero_grad()
-        (loss_of(self.model, step, overflow) * self.scale).backward()
-        grads = [p.grad.float() / self.scale for p in self.model.parameters()]
-        if self.dynamic and not all(grad.isfinite().all() for grad in grads):
-            self.scale, self.clean = self.scale / 2, 0
-            return
-        for param, grad in zip(self.params, grads, strict=True):
-            param.grad = grad
-        self.clean += 1
-        if self.dynamic and self.clean == self.window:
-            self.scale, self.clean = self.scale * 2, 0
-        self.optimizer.step()
-        for param, own in zip(self.model.parameters(), self.params, strict=True):
-            param.data.copy_(own.data)
-
-
 # -- the loop --------------------------------------------------------------------------------
 
 
@@ -85,15 +61,18 @@ class Reference:
 @each
 def test_it_trains_like_a_loop_by_hand(wrapper, mode):
     dynamic = "dynamic_loss_scale" in mode
-    reference = Reference(64.0 if dynamic else 128.0, dynamic)
-    model, optimizer = build(wrapper, **mode)
-    for step in range(6):
-        overflow = dynamic and step in (1, 4)
-        train_wrapper(model, optimizer, [step], {step} if overflow else ())
-        reference.step(step, overflow)
-        assert same(masters(optimizer), [p.detach() for p in reference.params])
-        assert optimizer.loss_scale == reference.scale
-    assert same(dict(model.state_dict()), dict(reference.model.state_dict()))
+    model = loops.net().half()
+    loop = Loop("O2", model.float().parameters(), loops.sgd, scale="dynamic", interval=2)
+    loop.dynamic, loop.scale = dynamic, 64.0 if dynamic else 128.0
+    optimizer = wrapper(loops.sgd(model.half().parameters()), **mode)
+    for x, y in loops.batches(6, overflow_at={1, 4} if dynamic else ()):
+        optimizer.zero_grad()
+        optimizer.backward(loops.loss_of(model, x.half(), y))
+        optimizer.step()
+        loop.train_step(x, y)
+        assert same(masters(optimizer), loops.values(loop.stepped))
+        assert optimizer.loss_scale == loop.scale
+    assert same(list(model.parameters()), loop.model)
 
 
 @each

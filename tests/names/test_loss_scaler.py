@@ -67,11 +67,10 @@ def test_bounds_and_window_can_be_set():
 
 
 def test_each_scaler_has_one_view_which_keeps_what_scripts_put_on_it():
-    keep = loops.prepared("O2", num_losses=2)
+    _keep = loops.prepared("O2", num_losses=2)
     one, two = amp._amp_state.loss_scalers
     one.mark = 3
     assert scaler() is one is not two
-    del keep
 
 
 def test_scalers_can_be_exchanged_and_added():

@@ -77,14 +77,13 @@ def test_a_levels_object_sets_the_options_that_initialize_reports(level):
 
 def test_opt_properties_read_as_attributes_and_as_options():
     assert not hasattr(_amp_state, "opt_properties")
-    keep = prepared("O5", model=Net())
+    _keep = prepared("O5", model=Net())
     properties = _amp_state.opt_properties
     assert properties.opt_level == properties.options["opt_level"] == "O5"
     with pytest.raises(AttributeError, match=r"no option 'opt_lvl'; the options are enabled,"):
         _ = properties.opt_lvl
     for duplicate in (copy.copy, copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
         assert duplicate(properties).opt_level == "O5"
-    del keep
 
 
 def test_models_of_a_deactivated_handle_cast_and_scale_as_a_later_call_says():

@@ -18,7 +18,7 @@ LINE = "Gradient overflow.  Skipping step, loss scaler {} reducing loss scale to
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_report_has_apexs_sentences_and_a_line_for_each_property(capsys, level):
     given = {"loss_scale": 64.0}
-    keep = prepared(level, model=Net(), verbosity=1, **given)
+    _keep = prepared(level, model=Net(), verbosity=1, **given)
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert re.fullmatch(rf"Selected optimization level {level}: .{{10,}}\.", lines[0])
@@ -37,7 +37,6 @@ def test_the_report_has_apexs_sentences_and_a_line_for_each_property(capsys, lev
     assert {"enabled", "opt_level", "cast_model_type", "patch_torch_functions"} <= before.keys()
     assert len({line.index(" : ") for line in lines if re.match(r"\w+ +: ", line)}) == 1
     assert err == ""
-    del keep
 
 
 @pytest.mark.parametrize(("rank", "verbosity"), [(0, 1), (0, 2), (1, 1), (0, 0)])

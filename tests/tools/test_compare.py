@@ -79,26 +79,6 @@ def test_bf16_without_masters_freezes_updates_that_masters_keep(tmp_path):
     assert {each.training.evaluation for each in found.values()} == {0.75}
 
 
-CUSTOM = """
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w.T
-    @staticmethod
-    def backward(ctx, grad):  # of mixed dtypes, which amp casts
-        x, w = ctx.saved_tensors
-        return grad @ w, grad.T @ x
-
-plain = loss
-loss = lambda model, batch: plain(lambda x: Doubled.apply(model[:2](x), model[2].weight), batch)
-"""
-
-
-def test_code_of_the_target_in_a_backward_pass_is_cast_as_by_amp_alone(tmp_path):
-    assert not compared(written(tmp_path, TARGET + CUSTOM)).failed
-
-
 @pytest.mark.parametrize(("levels", "expected"), [("O0 O4", 12), ("O2 O5", 14), ("bf16", 6)])
 def test_bytes_per_param_are_those_of_the_level(every, levels, expected):
     # Adam keeps two values a weight, and a step count of 4 bytes for each of the 4 tensors.

@@ -26,7 +26,7 @@ def plain(page):
     ]
 
 
-# The page on CUDA graphs runs on the emulated device: tests/support/emulated_cuda/test_graphs.py.
+# The page on CUDA graphs runs on the emulated device: tests/gpu/test_graphs.py.
 WITH_CODE = [page for page in PAGES if plain(page) and page.stem != "cuda_graphs"]
 WITH_COMMANDS = [page for page in PAGES if shell(page)]
 

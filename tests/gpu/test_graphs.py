@@ -97,17 +97,8 @@ def test_gradients_cleared_between_replays_are_an_error(level):
         optimizer.step()
 
 
-@pytest.mark.emulated
-def test_the_emulation_refuses_host_reads_under_capture():
-    flag = torch.zeros((), device="cuda")
-    for read in (torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.cpu):
-        graph = torch.cuda.graph(torch.cuda.CUDAGraph())
-        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"), graph:
-            read(flag)
-
-
 def test_the_page_about_graphs_runs_as_written():
-    text = (Path(__file__).parents[3] / "docs" / "howto" / "cuda_graphs.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "howto" / "cuda_graphs.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     names = {}
     for block in blocks:
