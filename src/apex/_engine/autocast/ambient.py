@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ A region that is entered inside such a block sees this mark and stays off. torch
 into checkpoint recomputation, autograd's threads and dynamo traces, which a flag of ours would not
 reach.
 """
+
 
 def devices_on() -> list[str]:
     """Returns the device types whose autocast is on in this thread."""
