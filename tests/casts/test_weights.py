@@ -385,26 +385,6 @@ def saved_bytes(kept):
     sizes.append(sum(storages.values()))
 
 
-STEPS = {
-    "linear": (lambda: nn.Linear(8, 8), lambda m, x: torch.tanh(m(x))),
-    "product": (lambda: Product(8, 8), lambda m, x: torch.tanh(m(x))),
-    "conv": (lambda: nn.Conv1d(8, 8, 1), lambda m, x: torch.tanh(m(x[..., None])[..., 0])),
-    "gru": (lambda: nn.GRUCell(8, 8), lambda m, x: m(x, x)),
-    "lstm": (lambda: nn.LSTMCell(8, 8), lambda m, x: m(x)[0]),
-    "rnn": (lambda: nn.RNNCell(8, 8), lambda m, x: m(x, x)),
-    "embedding": (Sums, lambda m, x: torch.tanh(m(x))),
-    "tied": (tied, lambda m, x: torch.tanh(m(x))),
-    "parametrized": (lambda: weight_norm(nn.Linear(8, 8)), lambda m, x: torch.tanh(m(x))),
-    "attention": (lambda: nn.MultiheadAttention(8, 2), lambda m, x: m(x, x, x)[0]),
-    "cross attention": (lambda: nn.MultiheadAttention(8, 2), lambda m, x: m(x, x + 1, x + 2)[0]),
-    "products of attention": (
-        lambda: nn.Linear(8, 8),
-        lambda m, x: F.scaled_dot_product_attention(m(x), m(-x), x),
-    ),
-    "evaluations between": (lambda: nn.Linear(8, 8), lambda m, x: torch.tanh(m(x) + without(m, x))),
-}
-
-
 class Product(nn.Linear):
     def forward(self, x):
         return x @ self.weight
@@ -429,6 +409,26 @@ def tied():
 @torch.no_grad()
 def without(model, x):
     return model(x)
+
+
+STEPS = {
+    "linear": (lambda: nn.Linear(8, 8), lambda m, x: torch.tanh(m(x))),
+    "product": (lambda: Product(8, 8), lambda m, x: torch.tanh(m(x))),
+    "conv": (lambda: nn.Conv1d(8, 8, 1), lambda m, x: torch.tanh(m(x[..., None])[..., 0])),
+    "gru": (lambda: nn.GRUCell(8, 8), lambda m, x: m(x, x)),
+    "lstm": (lambda: nn.LSTMCell(8, 8), lambda m, x: m(x)[0]),
+    "rnn": (lambda: nn.RNNCell(8, 8), lambda m, x: m(x, x)),
+    "embedding": (Sums, lambda m, x: torch.tanh(m(x))),
+    "tied": (tied, lambda m, x: torch.tanh(m(x))),
+    "parametrized": (lambda: weight_norm(nn.Linear(8, 8)), lambda m, x: torch.tanh(m(x))),
+    "attention": (lambda: nn.MultiheadAttention(8, 2), lambda m, x: m(x, x, x)[0]),
+    "cross attention": (lambda: nn.MultiheadAttention(8, 2), lambda m, x: m(x, x + 1, x + 2)[0]),
+    "products of attention": (
+        lambda: nn.Linear(8, 8),
+        lambda m, x: F.scaled_dot_product_attention(m(x), m(-x), x),
+    ),
+    "evaluations between": (lambda: nn.Linear(8, 8), lambda m, x: torch.tanh(m(x) + without(m, x))),
+}
 
 
 def kept_in_a_loop(step, model):

@@ -7,12 +7,12 @@ Note [Shared casts]
 
     torch's kernels share in its cache, in forward passes of prepared models. The cache stays from
     one pass to the next while an output awaits its backward pass and all weights are as before.
-    Our own kernels compare in each call, anywhere. They share the casts that a graph has saved and,
-    in a forward pass, those that torch's cache would hold.
+    Our own kernels compare in each call, anywhere, and share the casts that a graph has saved.
 
-    A backward pass, a step and the end of a session drop all casts, a forward pass without
-    gradients those in torch's cache. Nothing is shared where torch records or transforms
-    operators, as the record needs casts of its own.
+    A backward pass, a step and the end of a session drop all casts. A forward pass without
+    gradients drops its own, and does without torch's cache while that is kept for an output.
+    Nothing is shared where torch records or transforms operators, as the record needs casts of its
+    own.
 """
 
 from __future__ import annotations
