@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from apex._core.op_table import AutocastSpec, OpTable
+from apex._engine import registry
 from apex._engine.autocast.region import AutocastRegion
 from apex._torch import dispatcher
 
@@ -287,6 +288,17 @@ def mixes(args: Any, low: torch.dtype) -> Iterator[list[torch.dtype]]:
 
 
 class Region(AutocastRegion):
+    """Stands for a session, too: one that casts, without models and optimizers."""
+
+    made_by = "suggest"
+    is_ambient = follows_other_steps = False
+    thread = None
+    models = members = ()
+
+    def __init__(self, spec: AutocastSpec) -> None:
+        super().__init__(spec)
+        registry.live.add(self)  # as a session
+
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return super().run(nn.Module(), fn, args, kwargs)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core.op_table import AutocastSpec
-from apex._engine.autocast.ambient import end_stale_casts
+from apex._engine.autocast.ambient import follow_sessions
 from apex._engine.autocast.backward import BackwardAutocast
 from apex._engine.optimizer.prepared import (
     PreparedOptimizer,
@@ -84,7 +84,7 @@ class BackwardPass:
             delay_unscale: Leave the gradients scaled, for a later pass to unscale.
             delay_overflow_check: Leave the scale update to a later pass.
         """
-        end_stale_casts()
+        follow_sessions()
         self.session = session
         self.loss = loss
         self.scaler = scaler

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes
 from apex._core.param_groups import dtypes_of, match_states
-from apex._engine.autocast.ambient import end_stale_casts
+from apex._engine.autocast.ambient import follow_sessions
 from apex._engine.conversion import casts, checks
 from apex._engine.conversion.state import state_of
 from apex._engine.optimizer import subclass
@@ -23,7 +23,7 @@ def make_plain(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> 
     The optimizers keep their state and step the models' own parameters, which get the masters'
     values. Returns whether gradients that overflowed were dropped.
     """
-    end_stale_casts()
+    follow_sessions()
     checks.refuse_inference_mode("amp.restore")
     old_dtypes = dtypes_of(optimizers)
     prepared_optimizers: list[PreparedOptimizer] = []

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,15 +13,19 @@ from torch.nn.parallel import DistributedDataParallel
 from apex._core.op_table import AutocastSpec
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine.autocast.ambient import end_stale_casts
+from apex._engine import registry
+from apex._engine.autocast.ambient import end_casts, follow_sessions, this_thread
+from apex._engine.autocast.kernels import tag_caches
 from apex._engine.autocast.region import AmbientRegion, AutocastRegion, Region
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.masters import MasterTable
 from apex._engine.observer import Observer
+from apex._engine.registry import Registry
 from apex._engine.scaler import scaler_for
 from apex._engine.wrappers import Wrapper
 from apex._engine.wrappers.ddp import DDPWrappers
 from apex._engine.wrappers.fsdp import Shards
+from apex._torch.autograd import autocast_depth
 
 STATE = "_apex_state"
 """Attribute of a converted model: the state of its conversion, which holds the session."""
@@ -55,10 +58,10 @@ class Session:
     them. It is collected with the last of them, and its thread's op casts end.
 
     Attributes:
-        live: All sessions, oldest first: the one registry of this process.
+        live: All sessions, oldest first.
     """
 
-    live: ClassVar[weakref.WeakKeyDictionary[Session, None]] = weakref.WeakKeyDictionary()
+    live: ClassVar[Registry[Session]] = cast(Any, registry.live)
 
     def __init__(
         self,
@@ -88,7 +91,7 @@ class Session:
             observer: Hears what happens.
             options: What ``initialize`` was called with.
         """
-        end_stale_casts()
+        follow_sessions()
         # What the level means: dtypes, op casts, masters and loss scale.
         self.policy = policy
         self.made_by = made_by
@@ -117,8 +120,11 @@ class Session:
         # Those that the models are in.
         self.wrappers: list[Wrapper] = []
         # Another thread may be about to step what a pass in this one could reach.
-        self.thread = threading.get_ident()
-        self.live[self] = None
+        self.thread = this_thread()
+        # Whether its casts are on in that thread, outside of forward passes.
+        self.is_ambient = False
+        self.live.add(self)
+        tag_caches()
 
     # -- members -----------------------------------------------------------------------------
 
@@ -172,12 +178,15 @@ class Session:
 
     def begin_casts(self) -> None:
         """Turns op casts on in this thread, until the session ends."""
-        if isinstance(self.region, AutocastRegion):
-            self._functions.apply()
-            self._casts.callback(self._functions.undo)
-            self.region.begin_ambient()
-            self._casts.callback(self.region.end)
-            weakref.finalize(self, self._casts.close).atexit = False
+        if self.spec is None:
+            return
+        weakref.finalize(self, self._casts.close).atexit = False
+        self._casts.callback(end_casts)
+        self._casts.callback(self._functions.undo)
+        self._functions.apply()
+        # Inside a ``torch.autocast`` block, the block decides.
+        self.is_ambient = autocast_depth() == 0
+        follow_sessions()
 
     def cast_by(self, other: Session) -> None:
         """Runs the models' forward passes with the op casts of another session."""
@@ -192,7 +201,7 @@ class Session:
         self._casts.close()
         region = self.region
         if isinstance(region, AutocastRegion):
-            for session in [*self.live]:
+            for session in self.live:
                 if session.region is region:
                     session.region = AmbientRegion()
 

@@ -54,7 +54,7 @@ class AmpState:
         casts. Others may still be referred to: tracebacks hold the frames of a forward that failed.
         """
         in_use: list[Session] = []
-        for session in [*Session.live]:
+        for session in Session.live:
             if session.made_by == "initialize":
                 is_used = bool(session.models or optimizers_of(session))
             else:

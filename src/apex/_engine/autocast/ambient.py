@@ -31,6 +31,7 @@ from apex._core.op_table import AutocastSpec
 from apex._core.tree import Args, Call, Kwargs
 from apex._engine.autocast import kernels
 from apex._engine.autocast.weights import shared
+from apex._engine.registry import live
 from apex._torch.autograd import autocast_depth, backward_id
 from apex._torch.dispatcher import AUTOCAST_KEYS, weight_cache_is_safe
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
@@ -151,26 +152,27 @@ class UncastBlock(Casts):
 
 
 class _Thread(threading.local):
-    """The casts of sessions in one thread.
-
-    Attributes:
-        sessions: The specs of the sessions that began in the thread, by their token, oldest first.
-        before: The state before the first session.
-        depth: The number of autocast blocks around the casts that are a session's. Deeper inside,
-            casts belong to a block of the script.
-        steps: The steps without casts that run now, outermost first.
-    """
+    """The casts of sessions in one thread."""
 
     def __init__(self) -> None:
-        self.sessions: dict[object, AutocastSpec] = {}
+        # Sessions that began here hold it; a later thread may have the same number.
+        self.token = object()
+        # The specs by which the state is set, oldest first, and the state before the first.
+        self.specs: list[AutocastSpec] = []
         self.before = _State()
+        # The number of autocast blocks around the casts that are a session's. Deeper inside, casts
+        # belong to a block of the script.
         self.depth = 0
+        # The steps without casts that run now, outermost first.
         self.steps: list[_UncastStep] = []
 
-    def set_state(self) -> None:
-        """Sets autocast's state by the sessions, the newest last, outside of blocks."""
+    def set_state(self, specs: list[AutocastSpec]) -> None:
+        """Sets autocast's state by the specs, the newest last, outside of blocks."""
+        if not self.specs:
+            self.before = _State(AUTOCAST_KEYS)
+        self.specs = specs
         self.before.restore()
-        for spec in [*self.sessions.values()]:  # a finalizer may end a session meanwhile
+        for spec in specs:
             Casts(spec.device_types, spec.dtype).__enter__()
             # No weight cache outside of regions, where changes of weights go unnoticed.
             torch.set_autocast_cache_enabled(False)
@@ -179,53 +181,45 @@ class _Thread(threading.local):
 _here = _Thread()
 
 
-def begin_casts(token: object) -> None:
-    """Turns on the casts of a live spec in this thread, until it ends; see Note [Ambient casts]."""
-    end_stale_casts()
-    if autocast_depth() > 0:
-        return
-    if not _here.sessions:
-        _here.before = _State(AUTOCAST_KEYS)
-    _here.sessions[token] = kernels.live[token]
-    _here.set_state()
+def this_thread() -> object:
+    """Returns what stands for this thread, and no other one before or after it."""
+    return _here.token
 
 
-def end_casts(token: object) -> None:
-    """Ends a spec; its casts end as soon as their thread can end them.
+def end_casts() -> None:
+    """Ends the casts of sessions that have none any more, as soon as their thread can end them.
 
     Safe in finalizers and in any thread.
     """
-    kernels.deactivate_spec(token)
+    kernels.tag_caches()
     shared.drop()
-    end_stale_casts()
+    follow_sessions()
 
 
 @untraced
-def end_stale_casts() -> None:
-    """Ends steps that raised, and this thread's casts of sessions that have ended."""
+def follow_sessions() -> None:
+    """Ends steps that raised; sets the thread's casts by its sessions. See Note [Ambient casts]."""
     while _here.steps:
         _here.steps[-1].__exit__()
-    ended = _here.sessions.keys() - kernels.live.keys()
-    if not ended:
+    specs = live.specs(begun_in=_here.token)
+    if specs == _here.specs:
         return
     kernels.tag_caches()
     # A block, a backward pass and dynamo restore autocast's state when they end.
     if autocast_depth() > 0 or backward_id() != -1 or is_compiling_here():
         return
     devices = devices_on()
-    for spec in [*_here.sessions.values()]:
+    for spec in _here.specs:
         if not {*spec.device_types} <= {*devices}:
             return  # a kernel or a step has turned casts off for a while
-    for token in ended:
-        _here.sessions.pop(token, None)
-    _here.set_state()
+    _here.set_state(specs)
 
 
 def _end_in_fork() -> None:
     """Ends casts in a forked process, because a spawned data loader would not have them either."""
-    if _here.sessions:
-        _here.sessions.clear()
-        _here.set_state()
+    _here.token = object()
+    if _here.specs:
+        _here.set_state([])
 
 
 if sys.platform != "win32":

@@ -26,6 +26,7 @@ from apex._core import op_rows
 from apex._core.op_casts import cast_operands, floating_dtypes, tensors_in
 from apex._core.op_table import AutocastSpec, OpTable
 from apex._engine.autocast.weights import shared
+from apex._engine.registry import live
 from apex._torch import dispatcher, dynamo
 from apex._torch.autograd import autocast_depth, backward_id, is_formula
 from apex._torch.dispatcher import AUTOCAST_KEYS
@@ -36,19 +37,14 @@ _PLAIN = (Tensor, nn.Parameter)
 _MODULES = (__name__, dynamo.__name__, "torch._ops")
 """Modules whose functions are between the caller of an operator and :func:`_is_left_alone`."""
 
-live: dict[object, AutocastSpec] = {}
-"""The specs of live sessions by their tokens, oldest first."""
-
 _registered = set[tuple[str, str]]()
 """Device type and operator of each of our kernels."""
 
 _lock = threading.Lock()
 
 
-def activate_spec(spec: AutocastSpec) -> object:
-    """Makes the rows of ``spec`` apply under autocast to its dtype.
-
-    Returns a token for :func:`deactivate_spec`.
+def register_rows(spec: AutocastSpec) -> None:
+    """Registers the kernels that the rows of ``spec`` need beside torch's.
 
     Raises:
         ValueError: If a device type of the spec has no autocast known to us.
@@ -59,17 +55,8 @@ def activate_spec(spec: AutocastSpec) -> object:
                 f"Op casts (O1, O4) got a model on {device}; they work on "
                 f"{', '.join(AUTOCAST_KEYS)}. Use a level without op casts (O0, O2, O3, O5) there."
             )
+    for device in spec.device_types:
         register(device, _not_as_in_torch(spec.table, device))
-    token = object()
-    live[token] = spec
-    tag_caches()
-    return token
-
-
-def deactivate_spec(token: object) -> None:
-    """Ends what :func:`activate_spec` began; idempotent, and safe in finalizers and any thread."""
-    live.pop(token, None)
-    tag_caches()
 
 
 def register(device: str, ops: Iterable[str]) -> None:
@@ -84,7 +71,7 @@ def register(device: str, ops: Iterable[str]) -> None:
 
 def newest(device: str, dtype: torch.dtype) -> AutocastSpec | None:
     """Returns the newest live spec of a device type and dtype."""
-    for spec in reversed([*live.values()]):
+    for spec in reversed(live.specs()):
         if spec.dtype is dtype and device in spec.device_types:
             return spec
     return None
@@ -102,8 +89,7 @@ def tag_caches() -> None:
     """
     from torch.compiler import config
 
-    # A list first, as other threads change the table meanwhile.
-    digests = {spec.digest for spec in [*live.values()]}
+    digests = {spec.digest for spec in live.specs()}
     tag, _, _ = config.cache_key_tag.partition(_TAG)  # what others have set
     for digest in sorted(digests):
         tag += _TAG + digest

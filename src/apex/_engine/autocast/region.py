@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -18,11 +17,9 @@ from apex._engine.autocast.ambient import (
     OFF,
     Casts,
     ForwardCasts,
-    begin_casts,
     devices_of_sessions,
     devices_on,
-    end_casts,
-    end_stale_casts,
+    follow_sessions,
 )
 from apex._torch.autograd import backward_id
 from apex._torch.dispatcher import weight_cache_is_safe
@@ -81,7 +78,7 @@ class Region:
 
     @untraced_frame
     def _run(self, model: nn.Module, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
-        end_stale_casts()
+        follow_sessions()
         devices, dtype = self.switch(args, kwargs)
         if dtype is None:
             with Casts(devices):
@@ -114,7 +111,7 @@ class AmbientRegion(Region):
 class AutocastRegion(Region):
     """Runs functions with op casts on, in any thread, except in ``casts_off``.
 
-    While the region is alive, its rows apply under autocast to its dtype. A weight used by several
+    While its session is alive, its rows apply under autocast to its dtype. A weight used by several
     operators is cast once; see Note [Shared casts].
 
     Raises:
@@ -125,11 +122,7 @@ class AutocastRegion(Region):
         self.spec = spec
         # An attribute of its own, so that dynamo guards it.
         self._digest = spec.digest
-        # The key of the spec among the live ones.
-        self._token = kernels.activate_spec(spec)
-        self.end = weakref.finalize(self, end_casts, self._token)
-        """Ends the region: its rows no longer apply. Idempotent."""
-        self.end.atexit = False  # the table dies with the process
+        kernels.register_rows(spec)
 
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
         # Reading the digest makes dynamo guard it: code with other rows is compiled again.
@@ -150,16 +143,12 @@ class AutocastRegion(Region):
         for device in self.spec.device_types:
             kernels.register(device, self.spec.table.rows)
 
-    def begin_ambient(self) -> None:
-        """Turns casts on in this thread until the region ends; see Note [Ambient casts]."""
-        begin_casts(self._token)
-
 
 @contextmanager
 def casts_off() -> Iterator[None]:
     """A context or decorator in which nothing is cast, also in regions inside it."""
     if not _is_compiling():
-        end_stale_casts()
+        follow_sessions()
     devices = devices_on()
     if devices:  # one at a time, as :func:`under`
         with torch.autocast(devices[0], enabled=False, cache_enabled=False), casts_off():
@@ -183,6 +172,6 @@ def _is_ours(device: str) -> bool:
 def active_dtype() -> torch.dtype | None:
     """Returns the dtype that this thread casts to now; None without casts. Dynamo can trace it."""
     if not _is_compiling():
-        end_stale_casts()
+        follow_sessions()
     devices = devices_cast()
     return torch.get_autocast_dtype(devices[0]) if devices else None

@@ -17,6 +17,7 @@ from apex._core.op_casts import floating_dtypes, widest
 from apex._core.tree import Call, cast, map_tensors, tensors
 from apex._engine.autocast.ambient import devices_on
 from apex._engine.autocast.region import active_dtype, under
+from apex._engine.registry import live
 
 Kind = Literal["low_precision", "bfloat16", "float", "promote"]
 """How a user function's arguments are cast.
@@ -88,8 +89,6 @@ class UserRegistry:
         # By the module's id, as a namespace may have no hash. The values are the module, its own
         # attribute before the replacement, and the replacement.
         self._replaced: dict[tuple[int, str, Kind], tuple[Any, Any, Any]] = {}
-        # How often ``apply`` was called without its ``undo``.
-        self._sessions = 0
 
     def register(self, module: ModuleType | type, name: str, kind: Kind) -> None:
         """Registers ``module.name`` to be cast while a session is alive.
@@ -106,7 +105,7 @@ class UserRegistry:
                 "name there: amp.register_half_function(torch, 'einsum')."
             )
         with self._lock:
-            if self._sessions:
+            if live.specs():
                 self._replace(module, name, kind)
             self._registered.append((module, name, kind))
 
@@ -115,21 +114,15 @@ class UserRegistry:
         self._listed = [*functions]
 
     def apply(self) -> None:
-        """Replaces the registered and listed functions until the ``undo`` that belongs to it."""
+        """Replaces the registered and listed functions, for a session that casts."""
         with self._lock:
-            self._sessions += 1
-            try:
-                for function in (*self._registered, *self._listed):
-                    self._replace(*function)
-            except BaseException:
-                self.undo()
-                raise
+            for function in (*self._registered, *self._listed):
+                self._replace(*function)
 
     def undo(self) -> None:
-        """Ends one ``apply``; the end of the last one restores every function."""
+        """Restores every function, once no session casts any more."""
         with self._lock:
-            self._sessions -= 1
-            while self._replaced and not self._sessions:
+            while self._replaced and not live.specs():
                 (_, name, _), (module, before, ours) = self._replaced.popitem()
                 if vars(module).get(name) is not ours:
                     continue  # other code has replaced ours since

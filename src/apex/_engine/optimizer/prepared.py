@@ -502,7 +502,7 @@ def with_sharers(prepared_optimizers: Sequence[PreparedOptimizer]) -> list[Prepa
     """
     sharing = list(prepared_optimizers)
     others: list[PreparedOptimizer] = []
-    for session in [*Session.live]:
+    for session in Session.live:
         others += optimizers_of(session)
     if others == sharing:
         return sharing
@@ -525,7 +525,7 @@ def reachable(
     lenders: list[PreparedOptimizer] = []
     others: dict[int, nn.Parameter] = {}
     stepped: set[int] = set()
-    for other in [*Session.live]:
+    for other in Session.live:
         if other is not session and other.thread != session.thread:
             continue
         for model in other.models:

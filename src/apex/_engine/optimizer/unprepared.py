@@ -72,7 +72,7 @@ class _Hooks:
         versions = self._versions.get(optimizer, {})
         is_fused = any(group.get("fused") for group in optimizer.param_groups)  # counts no writes
         params = params_of(optimizer)
-        for session in [*Session.live]:
+        for session in Session.live:
             if not session.follows_other_steps:
                 continue
             written: list[Tensor] = []
@@ -83,7 +83,7 @@ class _Hooks:
             session.observer.other_step(params, written)
 
     def _end(self) -> None:
-        if any(session.follows_other_steps for session in [*Session.live]):
+        if any(session.follows_other_steps for session in Session.live):
             return
         for handle in self._handles:
             hooks: Any = handle.hooks_dict_ref()

@@ -1,0 +1,64 @@
+"""The one registry of sessions in this process, which every part of the engine asks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
+
+from apex._core.op_table import AutocastSpec
+
+
+class Casting(Protocol):
+    """A session, as the casts of operators know it."""
+
+    spec: AutocastSpec | None
+    """Its op casts, until they end."""
+
+    thread: object
+    """The thread in which it began, see :func:`apex._engine.autocast.ambient.this_thread`."""
+
+    is_ambient: bool
+    """Whether its casts are on in that thread, outside of forward passes."""
+
+
+S = TypeVar("S", bound=Casting)
+
+
+class Registry(Generic[S]):
+    """Holds sessions weakly, oldest first. Any thread may add one, or let one go."""
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        # A list, as a walk through a WeakSet takes 1 us, and each of our kernels needs one.
+        self._references: list[weakref.ref[S]] = []
+
+    def add(self, session: S) -> None:
+        """Adds a session, until it is collected."""
+        self._references.append(weakref.ref(session, self._references.remove))
+
+    def __iter__(self) -> Iterator[S]:
+        """Yields the live sessions, oldest first."""
+        for reference in [*self._references]:
+            session = reference()
+            if session is not None:
+                yield session
+
+    def specs(self, *, begun_in: object = None) -> list[AutocastSpec]:
+        """Returns the op casts of live sessions, oldest first.
+
+        Args:
+            begun_in: A thread; only the sessions whose casts are on there.
+        """
+        specs: list[AutocastSpec] = []
+        for reference in [*self._references]:
+            session = reference()
+            if session is None or session.spec is None:
+                continue
+            if begun_in is None or (session.is_ambient and session.thread is begun_in):
+                specs.append(session.spec)
+        return specs
+
+
+live: Registry[Casting] = Registry()
+"""All sessions."""
