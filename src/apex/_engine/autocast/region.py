@@ -24,6 +24,7 @@ from apex._engine.autocast.ambient import (
     end_casts,
     end_stale_casts,
 )
+from apex._engine.autocast.weights import shared
 from apex._torch.autograd import backward_id
 from apex._torch.dispatcher import weight_cache_is_safe
 from apex._torch.dynamo import at_tracing, untraced_frame
@@ -89,7 +90,8 @@ class Region:
         casts = ForwardCasts(model, devices, dtype)
         with casts:
             output = fn(*args, **kwargs)
-            casts.await_backward(output)
+            if casts.shares:
+                shared.await_backward(output)
             return output
 
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
