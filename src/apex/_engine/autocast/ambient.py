@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -50,58 +50,47 @@ def devices_on() -> list[str]:
     return [*filter(torch.is_autocast_enabled, AUTOCAST_KEYS)]
 
 
-class _State:
-    """autocast's state of some device types in this thread, as of now."""
-
-    def __init__(self, devices: Iterable[str] = ()) -> None:
-        self._caches = torch.is_autocast_cache_enabled()
-        self._devices: list[tuple[str, bool, torch.dtype]] = []
-        for device in devices:
-            dtype = torch.get_autocast_dtype(device)
-            self._devices.append((device, torch.is_autocast_enabled(device), dtype))
-
-    def restore(self) -> None:
-        for device, enabled, dtype in self._devices:
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)
-        torch.set_autocast_cache_enabled(self._caches)
-
-
 class Casts:
     """A block with casts to a dtype, or without casts, in this thread; dynamo does not trace it.
 
     A ``torch.autocast`` block would take 10 us longer, and end the sharing of casts.
     """
 
-    def __init__(self, devices: Sequence[str], dtype: torch.dtype | None = None) -> None:
+    def __init__(self, devices: Collection[str], dtype: torch.dtype | None = None) -> None:
         """Chooses the casts of some device types; a dtype of None turns them off."""
         self._devices = devices
         self._dtype = dtype
 
     @untraced
     def __enter__(self) -> None:
-        self._before = _State(self._devices)
+        self._caches = torch.is_autocast_cache_enabled()
+        self._before: list[tuple[str, bool, torch.dtype]] = []
         for device in self._devices:
+            dtype = torch.get_autocast_dtype(device)
+            self._before.append((device, torch.is_autocast_enabled(device), dtype))
             torch.set_autocast_enabled(device, self._dtype is not None)
-            if self._dtype is not None:
-                torch.set_autocast_dtype(device, self._dtype)
+            torch.set_autocast_dtype(device, self._dtype or dtype)
 
     @untraced
     def __exit__(self, *error: object) -> None:
-        self._before.restore()
+        for device, enabled, dtype in self._before:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self._caches)
 
 
 class ForwardCasts(Casts):
     """The casts of a forward pass, at an autocast nesting level of its own.
 
-    The outermost one shares casts of weights; see Note [Shared casts].
+    Attributes:
+        shares: Whether it shares casts of weights; see Note [Shared casts].
     """
 
     def __init__(self, model: nn.Module, devices: Sequence[str], dtype: torch.dtype) -> None:
         """Chooses the casts of ``model``, which may be on several types of devices."""
         super().__init__(devices, dtype)
         self._forward = model, torch.device(devices[0]), dtype
-        self._shares = False
+        self.shares = False
 
     @untraced
     def __enter__(self) -> None:
@@ -109,13 +98,8 @@ class ForwardCasts(Casts):
         torch.set_autocast_cache_enabled(weight_cache_is_safe)
         self._depth = _here.depth
         if self._depth == 0:
-            self._shares = shared.begin_forward(*self._forward)
+            self.shares = shared.begin_forward(*self._forward)
         _here.depth = torch.autocast_increment_nesting()
-
-    def await_backward(self, output: Any) -> None:
-        """Keeps shared casts until the backward pass of the forward's output."""
-        if self._shares:
-            shared.await_backward(output)
 
     @untraced
     def __exit__(self, *error: object) -> None:
@@ -127,7 +111,7 @@ class ForwardCasts(Casts):
 
 
 class UncastBlock(Casts):
-    """A step or a backward pass without casts, after which none are shared."""
+    """A step without casts, after which none are shared."""
 
     def __init__(self) -> None:
         super().__init__(devices_on())
@@ -138,7 +122,7 @@ class UncastBlock(Casts):
         shared.drop()  # a step has changed weights, perhaps inside a forward
 
     def with_casts(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns ``closure`` wrapped to run with the casts from outside the block."""
+        """Returns ``closure`` wrapped to run with the casts from outside the step."""
 
         @untraced_frame
         def evaluate() -> Any:
@@ -159,7 +143,7 @@ class _Thread(threading.local):
         self.token = object()
         # The specs by which the state is set, oldest first, and the state before the first.
         self.specs: list[AutocastSpec] = []
-        self.before = _State()
+        self.before = Casts(AUTOCAST_KEYS)
         # The number of autocast blocks around the casts that are a session's. Deeper inside, casts
         # belong to a block of the script.
         self.depth = 0
@@ -169,9 +153,9 @@ class _Thread(threading.local):
     def set_state(self, specs: list[AutocastSpec]) -> None:
         """Sets autocast's state by the specs, the newest last, outside of blocks."""
         if not self.specs:
-            self.before = _State(AUTOCAST_KEYS)
+            self.before.__enter__()
         self.specs = specs
-        self.before.restore()
+        self.before.__exit__()
         for spec in specs:
             Casts(spec.device_types, spec.dtype).__enter__()
             # No weight cache outside of regions, where changes of weights go unnoticed.

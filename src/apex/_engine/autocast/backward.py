@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from apex._core.op_casts import floating_dtypes, tensors_in
 from apex._core.op_table import AutocastSpec
-from apex._engine.autocast.ambient import OFF, UncastBlock
+from apex._engine.autocast.ambient import OFF, Casts, devices_on
 from apex._engine.autocast.region import under
 from apex._torch.autograd import autocast_depth, backward_id, leave_function_mode
 from apex._torch.dynamo import at_tracing, inlined, untraced_frame
@@ -76,7 +76,7 @@ class BackwardAutocast(TorchFunctionMode):
         elif isinstance(gradients, Tensor):
             gradients = [gradients]
         self._start = threading.get_ident(), autocast_depth()
-        with UncastBlock(), ExitStack() as until:
+        with Casts(devices_on()), ExitStack() as until:
             options[name] = _entering(self, until, gradients)
             return run(tensors, *inputs, **options)
 

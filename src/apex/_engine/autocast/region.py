@@ -21,6 +21,7 @@ from apex._engine.autocast.ambient import (
     devices_on,
     follow_sessions,
 )
+from apex._engine.autocast.weights import shared
 from apex._torch.autograd import backward_id
 from apex._torch.dispatcher import weight_cache_is_safe
 from apex._torch.dynamo import at_tracing, untraced_frame
@@ -86,7 +87,8 @@ class Region:
         casts = ForwardCasts(model, devices, dtype)
         with casts:
             output = fn(*args, **kwargs)
-            casts.await_backward(output)
+            if casts.shares:
+                shared.await_backward(output)
             return output
 
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:

@@ -35,6 +35,9 @@ _PLAIN = {Tensor, nn.Parameter}
 _SAMPLE = 256
 """Bytes of a weight on a CPU that are compared; reading a GPU's would wait for it."""
 
+_NONE: Any = weakref.ref(set())
+"""A reference to nothing."""
+
 
 class SharedCasts:
     """The shared casts of this process."""
@@ -45,7 +48,7 @@ class SharedCasts:
         # Models whose casts torch's cache may hold, with the state of their weights.
         self._cached: dict[_Weights, object] = {}
         # The hook of outputs that await their backward passes, which lives as long as a graph.
-        self._hook: weakref.ref[Callable[..., None]] | None = None
+        self._hook: weakref.ref[Callable[..., None]] = _NONE
         # The weights of each model, as a walk takes 5 us a module.
         self._weights = weakref.WeakKeyDictionary[nn.Module, _Weights]()
 
@@ -70,11 +73,11 @@ class SharedCasts:
     def begin_forward(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
         """Begins a forward pass; returns whether it shares the casts of torch's cache."""
         if not torch.is_grad_enabled() or backward_id() != -1 or is_recorded(device):
-            if self._awaits_backward():
+            if self._hook() is not None:
                 torch.set_autocast_cache_enabled(False)  # until the forward ends
             return False
         place = dtype, current_stream(device)
-        is_valid = self._awaits_backward()
+        is_valid = self._hook() is not None
         for weights, state in [*self._cached.items()]:
             if is_valid:
                 is_valid = state == (weights.state(), place)
@@ -87,12 +90,12 @@ class SharedCasts:
 
     def end_forward(self) -> None:
         """Ends a forward pass."""
-        if not self._awaits_backward():
+        if self._hook() is None:
             self._clear_cache()
 
     def await_backward(self, output: Any) -> None:
         """Keeps torch's cache until a backward pass reaches ``output``, or its graph is gone."""
-        hook = self._hook and self._hook()
+        hook = self._hook()
         if hook is None:
             hook = self.drop
             self._hook = weakref.ref(hook)
@@ -106,11 +109,8 @@ class SharedCasts:
             self._saved = weakref.WeakValueDictionary()  # clear() would take 1 us a cast
         self._clear_cache()
 
-    def _awaits_backward(self) -> bool:
-        return self._hook is not None and self._hook() is not None
-
     def _clear_cache(self) -> None:
-        self._hook = None
+        self._hook = _NONE
         self._cached.clear()
         torch.clear_autocast_cache()
 
