@@ -1,6 +1,5 @@
 """Training steps, and steps of optimizers, under ``torch.compile``: eager's results, few graphs."""
 
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
