@@ -7,10 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from apex._core.op_table import AutocastSpec, OpTable
-from tests.casts.op_rows import Region, region_of
+from tests.casts.op_rows import region_of
 
-DEFAULT = OpTable.default()
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LOW = [torch.bfloat16, torch.float16]
 
@@ -176,7 +174,3 @@ def test_cross_entropy_is_that_of_fp32_logits(region, low, device, options):
         (grad,) = torch.autograd.grad(loss, logits)
         (exact,) = torch.autograd.grad(expected, full)
         torch.testing.assert_close(grad, exact.to(low))
-
-
-def test_registering_kernels_warns_of_nothing():
-    Region(AutocastSpec(torch.bfloat16, ("cpu", "cuda", "xpu", "mps"), DEFAULT))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex import amp
 from apex._torch.dispatcher import weight_cache_is_safe
-from tests.support.loops import in_a_thread, prepared
+from tests.support.loops import in_a_thread, prepared, scaled_backward
 
 LOW = {"O1": torch.float16, "O4": torch.bfloat16}
 
@@ -74,8 +74,7 @@ def test_casts_end_with_the_last_model_whose_optimizer_trains_on(level):
     amp.restore(model)
     output = model(torch.ones(1, 2))
     assert output.dtype is product() is torch.float32
-    with amp.scale_loss(output.sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(output.sum(), optimizer)
     assert torch.equal(model.bias.grad, torch.ones(2))
 
 

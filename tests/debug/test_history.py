@@ -82,10 +82,7 @@ def test_a_limit_keeps_the_last_passes():
 
 @pytest.mark.parametrize("level", ["O1", "O5"])
 def test_recording_never_syncs(level):
-    def make(params):
-        return torch.optim.AdamW(params, lr=1e-2, fused=True)
-
-    model, optimizer = loops.prepared(level, make)
+    model, optimizer = loops.prepared(level, loops.fused_adamw_of)
     history = amp.debug.History(optimizer)
     loops.train_step(model, optimizer, *loops.batch())
     with counted_syncs() as counts:

@@ -66,13 +66,11 @@ def one_weight(rank, level):
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     found = []
     for factor in (1.0, 2.0):
-        with amp.scale_loss(parallel(torch.full((1, 2), factor)).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        loops.scaled_backward(parallel(torch.full((1, 2), factor)).sum(), optimizer)
         found.append(next(amp.master_params(optimizer)).grad[0, 0].item())
     optimizer.zero_grad()
     for clips in (True, False):
-        with amp.scale_loss(parallel(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        loops.scaled_backward(parallel(torch.ones(1, 2)).sum(), optimizer)
         if clips:
             amp.clip_grad_norm_(optimizer, 1e-3)
             model.weight.grad = None

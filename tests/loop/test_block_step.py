@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from apex import amp
 from apex._engine.optimizer import block_step
@@ -80,20 +79,6 @@ def test_channels_last_and_batch_norm_go_along(passes, counted, monkeypatch):
     by_blocks = train_by_blocks("AdamW", monkeypatch, blocks=True, **options)
     assert bool(counted) == (passes == 1)  # a sum is in fp32
     assert loops.same(by_blocks, train_by_blocks("AdamW", monkeypatch, blocks=False, **options))
-
-
-class Clips(torch.optim.AdamW):
-    """Reads gradients in its own step."""
-
-    def step(self, closure=None):
-        nn.utils.clip_grad_value_([p for g in self.param_groups for p in g["params"]], 1e-3)
-        return super().step(closure)
-
-
-def test_an_optimizer_with_a_step_of_its_own_gets_fp32_gradients(counted):
-    model, optimizer = loops.prepared("O5", lambda p: Clips(p, lr=1e-2, fused=True))
-    loops.train_step(model, optimizer, *loops.batch())
-    assert not counted
 
 
 def test_a_pre_hook_that_reads_a_gradient_gets_it_in_fp32(counted):

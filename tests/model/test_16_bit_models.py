@@ -140,9 +140,7 @@ def test_a_frozen_part_stays_in_16_bits_and_trains_on_when_it_is_unfrozen(level)
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_what_is_added_in_16_bits_later_becomes_fp32_too(level):
-    model = loops.Net().bfloat16()
-    optimizer = loops.sgd(model.parameters())
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = loops.prepared(level, model=loops.Net().bfloat16())
     model.last = nn.Linear(6, 2).bfloat16()
     optimizer.add_param_group({"params": model.last.parameters()})
     assert model.last.weight.dtype is torch.float32

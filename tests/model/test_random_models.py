@@ -17,7 +17,7 @@ from torch import nn
 
 from apex import amp
 from tests.model.test_data_parallel import replicate
-from tests.support.loops import saved_and_loaded
+from tests.support.loops import saved_and_loaded, scaled_backward
 
 SEEDS = range(1500 if os.environ.get("STRESS") else 40)
 RATE = 2.0**-6
@@ -163,8 +163,7 @@ class Program:
         x, hand, output = self.by_hand(lambda model, x: model(x))
         output.float().sum().backward()
         self.model.zero_grad()
-        with amp.scale_loss(self.model(x).float().sum(), self.optimizer) as loss:
-            loss.backward()
+        scaled_backward(self.model(x).float().sum(), self.optimizer)
         self.optimizer.step()
         pairs = zip(self.plain.named_parameters(), hand.named_parameters(), strict=True)
         with torch.no_grad():

@@ -68,12 +68,6 @@ def wheel_first(environment, wheel, folder):
     return {}
 
 
-def wheel_last(environment, wheel, folder):
-    environment.unpack(wheel)
-    environment.unpack(nvidia_wheel(folder))
-    return {}
-
-
 def editable_by_path(environment, wheel, folder):
     environment.unpack(wheel)
     (environment.site / "__editable__.apex-0.1.pth").write_text(str(NVIDIA))
@@ -93,7 +87,7 @@ def theirs_on_pythonpath(environment, wheel, folder):
     return {"PYTHONPATH": str(NVIDIA)}
 
 
-SETUPS = [wheel_first, wheel_last, editable_by_path, editable_by_finder, theirs_on_pythonpath]
+SETUPS = [wheel_first, editable_by_path, editable_by_finder, theirs_on_pythonpath]
 
 
 @pytest.mark.parametrize("setup", SETUPS)
