@@ -104,6 +104,9 @@ def clients(session, transformers):
         f"transformers{transformers}", "accelerate", "timm", *lightning,
     )  # fmt: skip
     session.install("-qq", "--no-deps", "torchao", "bitsandbytes")  # needs are met
+    # Some pin another torch.
+    optimizers = ["pytorch_optimizer", "torch_optimizer", "pytorch_ranger", "torch-optimi"]
+    session.install("-qq", "--no-deps", *optimizers, "heavyball", "schedulefree")
     session.install("-qq", "--no-deps", "--force-reinstall", str(wheel_path))
     session.run(
         "python", "-m", "pytest", "-m", "clients",
