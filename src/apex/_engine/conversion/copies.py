@@ -56,10 +56,11 @@ class PlainCopies:
         self._module = weakref.ref(module)
         self._masters = masters
         self._hooks = hooks
-        methods = PlainCopies._deepcopy, PlainCopies._reduce_ex, PlainCopies._prepare_scriptable
-        for name, method in zip(_METHODS, methods, strict=True):
-            # Not a bound method, which torch.jit would compile.
-            vars(module)[name] = functools.partial(method, self)
+        # Not bound methods, which torch.jit would compile.
+        vars(module)["__deepcopy__"] = functools.partial(PlainCopies._deepcopy, self)
+        vars(module)["__reduce_ex__"] = functools.partial(PlainCopies._reduce_ex, self)
+        scriptable = functools.partial(PlainCopies._prepare_scriptable, self)
+        vars(module)["__prepare_scriptable__"] = scriptable
 
     def remove(self) -> None:
         """Removes the methods."""
