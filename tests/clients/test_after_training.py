@@ -2,12 +2,15 @@
 
 import copy
 import io
+import multiprocessing
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
 from apex import amp
+from tests.clients.libraries import need
 from tests.support import loops
 
 pytestmark = [
@@ -84,19 +87,20 @@ def test_an_adapter_is_merged_into_the_plain_copy(level):
         torch.testing.assert_close(merged(x), expected, rtol=0.0, atol=1e-6)
 
 
+@pytest.mark.parametrize("dynamo", [False, True])
 @levels
-def test_an_onnx_export_runs_or_names_its_line(level):
+def test_an_onnx_export_runs_or_names_its_line(level, dynamo):
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
     model, _optimizer = loops.prepared(level)
     x = loops.batch()[0]
     with pytest.raises(RuntimeError, match=r"amp\.disable_casts"):
-        torch.onnx.export(model, (x,), io.BytesIO(), dynamo=False)
+        torch.onnx.export(model, (x,), io.BytesIO(), dynamo=dynamo, verbose=False)
     file = io.BytesIO()
     with amp.disable_casts():
         plain = copy.deepcopy(model).eval()
         expected = plain(x)
-        torch.onnx.export(plain, (x,), file, dynamo=False)
+        torch.onnx.export(plain, (x,), file, dynamo=dynamo, verbose=False)
     session = runtime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
     (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), expected.detach())
@@ -109,7 +113,8 @@ def test_torch_exports_and_scripts_the_plain_model(level):
     with amp.disable_casts():
         plain = copy.deepcopy(model)
         program = torch.export.export(plain, (x,)).module()
-        for each in (program, torch.jit.script(model)):
+        part = nn.Sequential(*model.children())
+        for each in (program, torch.jit.script(model), torch.jit.script(part)):
             assert torch.equal(each(x), plain(x))
 
 
@@ -128,3 +133,96 @@ def test_ema_pytorch_averages_the_plain_copy(level):
         expected.update()
     found = dict(average.ema_model.state_dict())
     assert loops.same(found, dict(expected.ema_model.state_dict()))
+
+
+def means(model):
+    """Returns averages by libraries' classes: of a prepared model, then of its plain twin."""
+    utils = need("timm.utils")
+    yield utils.ModelEmaV2(model, decay=0.9)
+    for options in ({}, {"foreach": False}, {"use_warmup": True, "update_after_step": 1}):
+        yield utils.ModelEmaV3(model, decay=0.9, **options)
+
+
+@levels
+def test_timm_averages_the_plain_model(level):
+    model, optimizer = loops.prepared(level)
+    twin = copy.deepcopy(model)
+    averages, expected = [*means(model)], [*means(twin)]
+    for x, y in loops.batches(4):
+        loops.train_step(model, optimizer, x, y)
+        twin.load_state_dict(model.state_dict())
+        for average, other in zip(averages, expected, strict=True):
+            average.update(model)
+            other.update(twin)
+    for average, other in zip(averages, expected, strict=True):
+        assert loops.same(dict(average.module.state_dict()), dict(other.module.state_dict()))
+
+
+@levels
+def test_a_member_of_a_population_takes_over_the_best_one(level):
+    pairs = [loops.trained(level, loops.fused_adamw_of, loops.net(seed)) for seed in range(2)]
+    (best, optimizer), (other, its_optimizer) = pairs
+    plain = copy.deepcopy((best, optimizer))
+    other.load_state_dict(best.state_dict())
+    its_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    pairs.append(amp.initialize(*plain, opt_level=level, verbosity=0))
+    first, *others = [loops.train(*pair, seed=5) for pair in pairs]
+    assert all(losses == first for losses in others)
+
+
+def step_in_child(queue, model, optimizer):
+    loops.train_step(model, optimizer, *loops.batch())
+    queue.put([value.tolist() for value in loops.masters(optimizer)])
+
+
+@levels
+def test_a_forked_process_trains_on(level):
+    pair = loops.trained(level)
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=step_in_child, args=(queue, *pair))
+    process.start()
+    found = queue.get()
+    process.join()
+    loops.train_step(*pair, *loops.batch())
+    assert found == [value.tolist() for value in loops.masters(pair[1])]
+
+
+@levels
+def test_cloudpickle_and_skorch_pickle_the_plain_model(level):
+    cloudpickle = pytest.importorskip("cloudpickle")
+    skorch = pytest.importorskip("skorch")
+    model, optimizer = loops.trained(level)
+    expected = copy.deepcopy(model)
+    loaded, its_optimizer = pickle.loads(cloudpickle.dumps((model, optimizer)))
+    assert [*loaded.parameters()] == its_optimizer.param_groups[0]["params"]
+    net = skorch.NeuralNet(model, nn.MSELoss).initialize()
+    net.module_ = model
+    for copied in (loaded, pickle.loads(pickle.dumps(net)).module_, copy.deepcopy(net).module_):
+        assert loops.same(dict(copied.state_dict()), dict(expected.state_dict()))
+
+
+@levels
+def test_higher_differentiates_through_the_plain_copy(level):
+    higher = pytest.importorskip("higher")
+    pair, x, y = loops.trained(level), *loops.batch()
+    grads = []
+    with amp.disable_casts():
+        for model, optimizer in (copy.deepcopy(pair), amp.restore(*pair)):
+            with higher.innerloop_ctx(model, optimizer) as (inner, steps):
+                steps.step(loops.loss_of(inner, x, y))
+                loss = loops.loss_of(inner, x, y)
+                grads.append(torch.autograd.grad(loss, [*inner.parameters(time=0)]))
+    assert loops.same(*grads)
+
+
+@levels
+def test_layers_of_fp8_train_and_are_copied(level):
+    float8 = pytest.importorskip("torchao.float8")
+    net = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    net = float8.convert_to_float8_training(net, config=float8.Float8LinearConfig(emulate=True))
+    model, optimizer = loops.prepared(level, model=net)
+    x, y = torch.randn(2, 32, 32)
+    first, *_, last = loops.train(model, optimizer, data=[(x, y)] * 6)
+    assert last < first
+    assert type(copy.deepcopy(model)[0]) is float8.float8_linear.Float8Linear

@@ -11,7 +11,7 @@ from torch import nn
 
 from apex import amp
 from tests.clients.libraries import need
-from tests.support.loops import same, saved_and_loaded
+from tests.support.loops import same
 
 pytestmark = [
     pytest.mark.clients,
@@ -89,26 +89,6 @@ def test_it_trains_with_fp32_masters_and_small_moments(module, name, most):
     moments = sum(t.untyped_storage().nbytes() for t in tensors(dict(optimizer.state)))
     weights = sum(weight.nbytes for weight in (*params, *model.parameters()))
     assert (weights + moments) / sum(p.numel() for p in params) < most
-
-
-@every_kind
-def test_a_resumed_run_is_the_uninterrupted_one(module, name, most):
-    model, optimizer = prepared_pair(module, name)
-    losses(model, optimizer, range(3))
-    of_model, of_optimizer, of_amp = saved_and_loaded(
-        (model.state_dict(), optimizer.state_dict(), amp.state_dict())
-    )
-    expected = losses(model, optimizer, range(3, 6))
-    other, its_optimizer = prepared_pair(module, name)
-    other.load_state_dict(of_model)
-    its_optimizer.load_state_dict(of_optimizer)
-    del model
-    amp.load_state_dict(of_amp)
-    assert losses(other, its_optimizer, range(3, 6)) == expected
-    for one, two in zip(
-        amp.master_params(optimizer), amp.master_params(its_optimizer), strict=True
-    ):
-        assert torch.equal(one, two)
 
 
 @every_kind

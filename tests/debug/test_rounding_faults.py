@@ -135,6 +135,18 @@ def test_an_average_of_weights_that_stands_still_is_named(update):
     assert trace.worst.op in ("aten.mul_", "aten.lerp_", "aten.mul")
 
 
+@pytest.mark.parametrize(("argument", "found"), [("probs", "aten.log"), ("logits", None)])
+def test_a_clamp_by_the_eps_of_16_bits_is_named(argument, found):
+    """By torch's categorical distribution of probabilities."""
+    torch.manual_seed(0)
+    logits = (6 * torch.randn(16, 6)).bfloat16().requires_grad_()
+    with amp.debug.trace_rounding() as trace:
+        given = logits.softmax(-1) if argument == "probs" else logits
+        policy = torch.distributions.Categorical(**{argument: given})
+        policy.log_prob(torch.arange(16) % 6).mean().backward()
+    assert (trace.worst and trace.worst.op) == found
+
+
 def test_a_loss_of_large_logits_is_named():
     for mode in ("bf16", "O5"):
         training = Training(mlp(), mode, lambda y, z: F.cross_entropy(y.bfloat16() + 500, z))

@@ -31,11 +31,15 @@ class Tables(torch.optim.SGD):
         self.order = (params[1], [params[0]])
         self.queue = deque(params)
         self.options = Options(params)
+        holder = nn.Module()
+        holder.weight = params[0]
+        self.named = [(holder, "weight", {})]
 
     def step(self, closure=None):
         for param in self.queue:
             param.grad *= self.options.by_id[id(param)] * (id(param) not in self.excluded)
         assert self.order[1][0] is self.queue[0]
+        assert getattr(*self.named[0][:2]) is self.queue[0]
         return super().step(closure)
 
 
@@ -56,6 +60,7 @@ def test_tables_by_parameters_and_their_ids_are_carried_over_and_back(level):
     assert optimizer.excluded == {id(params[0])}
     assert [*optimizer.options.by_id] == [*map(id, params)]
     assert all(map(lambda a, b: a is b, optimizer.queue, params))
+    assert optimizer.named[0][0].weight is params[0]
     assert tables == (optimizer.excluded, optimizer.queue, optimizer.options.by_id)
 
 

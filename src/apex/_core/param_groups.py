@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class _Exchange:
         if type(value) is int:
             return id(self._new[value]) if value in self._new else value
         if type(value) is tuple:
-            items = tuple(map(self._of, value))
+            items = tuple(self._named_in(item, value) for item in value)
             return value if _are_same(items, value) else items
         if id(value) in self._seen:
             return value
@@ -88,6 +89,19 @@ class _Exchange:
         elif isinstance(value, Optimizer) or self._is_own(value):
             self.in_attributes(value)
         return value
+
+    def _named_in(self, item: Any, names: tuple[Any, ...]) -> Any:
+        """Returns what takes the place of a tuple's item.
+
+        Where the tuple names parameters by a module and attributes, an object with these.
+        """
+        if not isinstance(item, nn.Module | SimpleNamespace):
+            return self._of(item)
+        named = {name: value for name, value in vars(item).items() if name in names}
+        if isinstance(item, nn.Module):
+            named = {name: value for name, value in item._parameters.items() if name in names}
+        new = {name: self._of(param) for name, param in named.items()}
+        return item if _are_same(new.values(), named.values()) else SimpleNamespace(**new)
 
     def _in_container(
         self, container: Any, items: list[Any], refill: Callable[[list[Any]], None]

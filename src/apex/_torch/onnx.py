@@ -6,7 +6,10 @@ import sys
 
 import torch
 
+from apex._torch.dynamo import at_tracing
 
+
+@at_tracing  # the new exporter traces by dynamo where its first way fails
 def is_exporting() -> bool:
     """Returns whether ``torch.onnx`` exports a model; false where its own question fails."""
     if "torch.onnx" not in sys.modules:

@@ -49,7 +49,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from apex._core import tree
+from apex._core import dtypes, tree
 from apex.debug import tracing
 from apex.debug.tracing import Call, operators
 
@@ -228,6 +228,16 @@ def norm(values: Tensor) -> float:
 def roundoff(dtype: torch.dtype) -> float:
     """Returns the unit roundoff, half of eps."""
     return torch.finfo(dtype).eps / 2
+
+
+def limit_in_fp32(call: Call, argument: Any) -> Any:
+    """Returns an argument; for a clamp by eps or 1 - eps of its 16-bit dtype, fp32's."""
+    dtype = getattr(call.args[0], "dtype", None)
+    is_limit = isinstance(argument, float) and call.base.startswith("clamp")
+    if is_limit and dtype in dtypes.LOW_PRECISION:
+        eps, fp32_eps = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
+        return {eps: fp32_eps, 1 - eps: 1 - fp32_eps}.get(argument, argument)
+    return argument
 
 
 def sum_bound(call: Call, result: Tensor) -> float:

@@ -246,7 +246,7 @@ class ShadowCall:
             if not isinstance(argument, Tensor):
                 if argument in dtypes.LOW_PRECISION:
                     return torch.float32
-                return argument
+                return rules.limit_in_fp32(self._call, argument)
             values = values_of(argument)
             if id(argument) not in self._written:
                 return values

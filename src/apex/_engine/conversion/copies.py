@@ -5,7 +5,7 @@ Note [Plain copies]
     Each module of a 16-bit model has its own ``__deepcopy__`` and ``__reduce_ex__``, which ``copy``
     and ``pickle`` find before those of its class. They hide amp's part of this one module and call
     the class's. So a part can be copied alone, before or after its model, and what several objects
-    share stays shared.
+    share stays shared. A third method gives ``torch.jit.script`` a plain copy of the module.
 
     A deep copy finds fp32 copies of 16-bit tensors in its memo. A pickle holds a master in place of
     its parameter, as the groups of optimizers do; masters are pickled as plain parameters. So a
@@ -34,7 +34,7 @@ from apex._engine.masters import (
 )
 from apex._torch.modules import named_tensors
 
-_METHODS = ("__deepcopy__", "__reduce_ex__")
+_METHODS = ("__deepcopy__", "__reduce_ex__", "__prepare_scriptable__")
 
 _TABLES = frozenset(vars(nn.Module()))
 """Attributes of every module, such as the tables of its parameters and hooks."""
@@ -59,6 +59,8 @@ class PlainCopies:
         # Not bound methods, which torch.jit would compile.
         vars(module)["__deepcopy__"] = functools.partial(PlainCopies._deepcopy, self)
         vars(module)["__reduce_ex__"] = functools.partial(PlainCopies._reduce_ex, self)
+        scriptable = functools.partial(PlainCopies._prepare_scriptable, self)
+        vars(module)["__prepare_scriptable__"] = scriptable
 
     def remove(self) -> None:
         """Removes the methods."""
@@ -104,6 +106,11 @@ class PlainCopies:
             reduced = snapshot(module.__reduce_ex__(protocol), attributes)
         # Also in attributes that hold the module's tensors.
         return tree.map_tensors(lambda tensor: stand_ins.get(id(tensor), tensor), reduced)
+
+    def _prepare_scriptable(self) -> Any:
+        """Returns what ``torch.jit.script`` compiles in place of the module."""
+        module: Any = self._module()
+        return shallow_copy(module, self._masters)
 
     def _entries(self) -> Iterator[tuple[dict[int, Any], int]]:
         """Yields the tables that hold amp's hooks, with the key of each."""

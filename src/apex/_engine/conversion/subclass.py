@@ -200,7 +200,7 @@ def _casting_forward(own: Any) -> Any:
         state = state_of(self)
         if state is None:  # restored, but a script has kept this method
             return plain_class(type(self)).forward(self, *args, **kwargs)
-        if not torch.compiler.is_dynamo_compiling() and onnx.is_exporting():
+        if onnx.is_exporting():
             raise RuntimeError(_ONNX)
         run = state.inner_forward or super(Converted, self).forward
         cast = begin_call(self, state, args, kwargs)
