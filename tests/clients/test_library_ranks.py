@@ -23,7 +23,7 @@ class Classifier(nn.Sequential):
         return logits if labels is None else {"loss": F.cross_entropy(logits, labels)}
 
 
-def prepared(level):
+def initialized(level):
     torch.manual_seed(0)
     model = Classifier(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
     return amp.initialize(
@@ -58,7 +58,7 @@ def train_rank(rank, level, wrap):
     for at, value in enumerate((rank, 2)):
         os.environ.update(dict.fromkeys(names[at], str(value)))
     os.environ.update(TORCHELASTIC_RUN_ID="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    model, optimizer = prepared(level)
+    model, optimizer = initialized(level)
     net, stepper, backward, clip = wrap(model, optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     for index in range(4):
@@ -102,7 +102,7 @@ def train_by_trainer(rank, level, folder):
     declare_torchvision_operators()
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2")
     transformers = importlib.import_module("transformers")
-    model, optimizer = prepared(level)
+    model, optimizer = initialized(level)
     arguments = transformers.TrainingArguments(
         folder, use_cpu=True, ddp_backend="gloo", max_steps=4, per_device_train_batch_size=2,
         max_grad_norm=0.1, save_strategy="no", report_to=[], disable_tqdm=True,

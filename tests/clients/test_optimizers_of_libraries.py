@@ -42,7 +42,7 @@ OPTIONS = {"BSAM": {"num_data": 8}, "Ranger21": {"num_iterations": 8}}
 MOMENTUM = ("LARS32bit", "LARS8bit", "PytorchLARS", "SGD32bit", "SGD8bit")
 
 
-def batch(step, *, overflow=False):
+def batch_of(step, *, overflow=False):
     x, y = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(step))
     if overflow:
         x[0, 0] = torch.inf
@@ -79,7 +79,7 @@ def takes_closure(kind):
     return kind.__name__ in CLOSURES or kind.__name__.endswith("Closure")
 
 
-def train(backward, step, zero_grad, kind):
+def run_step(backward, step, zero_grad, kind):
     """Runs one iteration: ``step`` calls a method of the optimizer."""
     torch.manual_seed(7)  # some draw
     parts = [name for name in ("first_step", "second_step", "third_step") if hasattr(kind, name)]
@@ -190,8 +190,8 @@ def run(way, level, kind, phases):
             for _ in way.resume():
                 add_group()
         elif phase == "train" or (level == "O2" and not hasattr(kind, "first_step")):
-            backward = partial(way.backward, *batch(number, overflow=phase == "overflow"))
-            train(backward, way.step, way.zero_grad, kind)
+            backward = partial(way.backward, *batch_of(number, overflow=phase == "overflow"))
+            run_step(backward, way.step, way.zero_grad, kind)
     return way.result()
 
 
