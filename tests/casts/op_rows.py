@@ -4,6 +4,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -300,7 +301,9 @@ class Region(AutocastRegion):
         registry.live.add(self)  # as a session
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        return super().run(nn.Module(), fn, args, kwargs)
+        with ExitStack() as until:
+            self.enter(until, nn.Module(), args, kwargs)
+            return fn(*args, **kwargs)
 
 
 def region_of(low: torch.dtype, device: str = "cpu") -> Region:

@@ -14,7 +14,12 @@ from apex._core.op_table import AutocastSpec
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import registry
-from apex._engine.autocast.ambient import end_casts, follow_sessions, this_thread
+from apex._engine.autocast.ambient import (
+    begin_casts,
+    end_casts,
+    follow_sessions,
+    this_thread,
+)
 from apex._engine.autocast.kernels import tag_caches
 from apex._engine.autocast.region import AmbientRegion, AutocastRegion, Region
 from apex._engine.autocast.user_functions import UserRegistry
@@ -186,7 +191,8 @@ class Session:
         self._functions.apply()
         # Inside a ``torch.autocast`` block, the block decides.
         self.is_ambient = autocast_depth() == 0
-        follow_sessions()
+        if self.is_ambient:
+            begin_casts()
 
     def cast_by(self, other: Session) -> None:
         """Runs the models' forward passes with the op casts of another session."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from torch import nn
@@ -11,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._core.tree import Args, Call, Kwargs
+from apex._engine.autocast.ambient import Casts
 from apex._engine.autocast.region import Region
 from apex._engine.conversion.state import ModelState
 from apex._engine.conversion.subclass import begin_call, end_call
@@ -58,13 +60,22 @@ class SubmoduleCalls(Region):
         """Whether the model computes in 16 bits."""
         return self._state.plan.casts_down
 
-    def run(self, model: nn.Module, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
-        """Calls the model's own forward, in which children do not cast."""
+    def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
+        """Runs the model's own forward, in which children do not cast, while dynamo traces it."""
         self._depth += 1
         try:
-            return self._state.session.region.run(model, fn, args, kwargs)
+            return self._state.session.region.run_traced(fn, args, kwargs)
         finally:
             self._depth -= 1
+
+    def enter(self, until: ExitStack, model: nn.Module, args: Args, kwargs: Kwargs) -> Casts:
+        """Enters the region for a call of the model's own forward, until ``until`` closes."""
+        self._depth += 1
+        until.callback(self._leave)
+        return self._state.session.region.enter(until, model, args, kwargs)
+
+    def _leave(self) -> None:
+        self._depth -= 1
 
     def remove(self) -> None:
         """Removes the hooks."""

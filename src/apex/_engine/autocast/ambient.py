@@ -61,8 +61,11 @@ class Casts:
         self._devices = devices
         self._dtype = dtype
 
+    def await_backward(self, output: Any) -> None:
+        """Keeps casts that weights share until the backward pass of a forward's output."""
+
     @untraced
-    def __enter__(self) -> None:
+    def __enter__(self) -> Casts:
         self._caches = torch.is_autocast_cache_enabled()
         self._before: list[tuple[str, bool, torch.dtype]] = []
         for device in self._devices:
@@ -70,6 +73,7 @@ class Casts:
             self._before.append((device, torch.is_autocast_enabled(device), dtype))
             torch.set_autocast_enabled(device, self._dtype is not None)
             torch.set_autocast_dtype(device, self._dtype or dtype)
+        return self
 
     @untraced
     def __exit__(self, *error: object) -> None:
@@ -80,26 +84,28 @@ class Casts:
 
 
 class ForwardCasts(Casts):
-    """The casts of a forward pass, at an autocast nesting level of its own.
-
-    Attributes:
-        shares: Whether it shares casts of weights; see Note [Shared casts].
-    """
+    """The casts of a forward pass, at an autocast nesting level of its own."""
 
     def __init__(self, model: nn.Module, devices: Sequence[str], dtype: torch.dtype) -> None:
         """Chooses the casts of ``model``, which may be on several types of devices."""
         super().__init__(devices, dtype)
         self._forward = model, torch.device(devices[0]), dtype
-        self.shares = False
+        # Whether it shares casts of weights; see Note [Shared casts].
+        self._shares = False
 
     @untraced
-    def __enter__(self) -> None:
+    def __enter__(self) -> Casts:
         super().__enter__()
         torch.set_autocast_cache_enabled(weight_cache_is_safe)
         self._depth = _here.depth
         if self._depth == 0:
-            self.shares = shared.begin_forward(*self._forward)
+            self._shares = shared.begin_forward(*self._forward)
         _here.depth = torch.autocast_increment_nesting()
+        return self
+
+    def await_backward(self, output: Any) -> None:
+        if self._shares:
+            shared.await_backward(output)
 
     @untraced
     def __exit__(self, *error: object) -> None:
@@ -170,6 +176,12 @@ def this_thread() -> object:
     return _here.token
 
 
+def begin_casts() -> None:
+    """Sets the thread's casts by its sessions, one of which has begun outside of blocks."""
+    follow_sessions()
+    _here.set_state(live.specs(begun_in=_here.token))
+
+
 def end_casts() -> None:
     """Ends the casts of sessions that have none any more, as soon as their thread can end them.
 
@@ -225,9 +237,10 @@ class _UncastStep(UncastBlock):
         Casts.__init__(self, devices_of_sessions())
         self.optimizer = optimizer
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Casts:
         super().__enter__()
         _here.steps.append(self)
+        return self
 
     def __exit__(self, *error: object) -> None:
         if self in _here.steps:  # an amp call inside the step may have ended it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
@@ -21,10 +21,9 @@ from apex._engine.autocast.ambient import (
     devices_on,
     follow_sessions,
 )
-from apex._engine.autocast.weights import shared
 from apex._torch.autograd import backward_id
 from apex._torch.dispatcher import weight_cache_is_safe
-from apex._torch.dynamo import at_tracing, untraced_frame
+from apex._torch.dynamo import at_tracing, untraced
 
 R = TypeVar("R")
 
@@ -70,26 +69,21 @@ class Region:
         # Device types that the last forward pass turned off, by whether autocast caches weights.
         self._turned_off: dict[bool, Sequence[str]] = {}
 
-    def run(self, model: nn.Module, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
-        """Calls ``fn(*args, **kwargs)``, the forward of ``model``, inside the region."""
-        if not _is_compiling():
-            return self._run(model, fn, args, kwargs)
+    def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
+        """Calls ``fn(*args, **kwargs)`` inside the region, in code that dynamo traces."""
         devices, dtype = self.switch(args, kwargs)
         return under(devices, dtype, fn, args, kwargs)
 
-    @untraced_frame
-    def _run(self, model: nn.Module, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
+    @untraced  # dynamo compiles ExitStack's methods wrongly, after a graph break
+    def enter(self, until: ExitStack, model: nn.Module, args: Args, kwargs: Kwargs) -> Casts:
+        """Enters the region for an eager forward pass, until ``until`` closes.
+
+        Returns its casts, which are told the output. No frame of ours calls the forward.
+        """
         follow_sessions()
         devices, dtype = self.switch(args, kwargs)
-        if dtype is None:
-            with Casts(devices):
-                return fn(*args, **kwargs)
-        casts = ForwardCasts(model, devices, dtype)
-        with casts:
-            output = fn(*args, **kwargs)
-            if casts.shares:
-                shared.await_backward(output)
-            return output
+        casts = Casts(devices) if dtype is None else ForwardCasts(model, devices, dtype)
+        return until.enter_context(casts)
 
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
         """Returns how the region sets autocast for a call with these arguments."""

@@ -206,16 +206,18 @@ def _casting_forward(own: Any) -> Any:
         cast = begin_call(self, state, args, kwargs)
         cast_args, cast_kwargs = cast
         if _is_compiling():
-            return end_call(state, state.region.run(self, run, cast_args, cast_kwargs))
+            return end_call(state, state.region.run_traced(run, cast_args, cast_kwargs))
         with ExitStack() as call:
             observer = state.session.observer
             observer.forward_begins(self, state, run, (args, kwargs), cast, call)
+            casts = state.region.enter(call, self, cast_args, cast_kwargs)
             try:
-                output = state.region.run(self, run, cast_args, cast_kwargs)
+                output = run(*cast_args, **cast_kwargs)
             except RuntimeError as error:
                 state.session.check_shards()
                 hints.explain(self, state.plan, error)
                 raise
+            casts.await_backward(output)
         return end_call(state, output)
 
     function = inspect.getattr_static(own, "forward")
