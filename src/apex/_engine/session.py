@@ -31,6 +31,7 @@ from apex._engine.wrappers import Wrapper
 from apex._engine.wrappers.ddp import DDPWrappers
 from apex._engine.wrappers.fsdp import Shards
 from apex._torch.autograd import autocast_depth
+from apex._torch.dynamo import untraced
 
 STATE = "_apex_state"
 """Attribute of a converted model: the state of its conversion, which holds the session."""
@@ -228,6 +229,7 @@ class Session:
         """Whether steps of optimizers that amp has not prepared concern the session."""
         return self.policy.master_weights or self.spec is not None
 
+    @untraced
     def check_shards(self) -> None:
         """Raises RuntimeError if a model was sharded after it was prepared with an optimizer."""
         if self._members:
