@@ -16,6 +16,9 @@ class Observer:
     The arguments are a ``BackwardPass``, a ``PreparedOptimizer`` and a ``ModelState``.
     """
 
+    def optimizer_prepared(self, prepared: Any) -> None:
+        """An optimizer has become one of the session."""
+
     def block_begins(self, block: Any, scaled_loss: Tensor) -> None:
         """A block begins; earlier gradients are still in place."""
 

@@ -100,8 +100,11 @@ class Session:
         follow_sessions()
         # What the level means: dtypes, op casts, masters and loss scale.
         self.policy = policy
+        # ``amp.state_dict`` and its like prefer sessions of ``initialize``.
         self.made_by = made_by
+        # amp's report of overflows, which the engine knows nothing of.
         self.report = report
+        # Warns of mistakes; the engine raises no warning itself.
         self.observer = observer
         # apex's view of the policy, in which scripts may unset ``enabled``.
         self.options = options
@@ -114,16 +117,19 @@ class Session:
         # The op casts, until they end.
         self.spec = spec
         self._casts = ExitStack()  # ends them
+        # Replaced while a session casts, in the modules that hold them.
         self._functions = functions
+        # Costs 4 bytes per element: only where a script asks for it.
         self.keep_fp32 = keep_fp32
         # All masters of the models' parameters.
         self.masters = MasterTable()
         # In the same order on all ranks, which communicate for each optimizer in turn.
         self._members = weakref.WeakKeyDictionary[Member, None]()
         self._models = weakref.WeakSet[nn.Module]()
+        # What may share gradients among ranks; ``wrappers`` has what the models are really in, so
+        # that a pass on one rank asks nobody.
         self.ddp = DDPWrappers()
         self.shards = Shards()
-        # Those that the models are in.
         self.wrappers: list[Wrapper] = []
         # Another thread may be about to step what a pass in this one could reach.
         self.thread = this_thread()

@@ -194,6 +194,7 @@ def prepare_optimizer(session: Session, optimizer: Optimizer, undo: ExitStack) -
     for held in optimizers_in(optimizer):
         if PREPARED not in vars(held) and "step" not in vars(held):
             _set_class(held, prepared)
+    session.observer.optimizer_prepared(prepared)
 
 
 def _set_class(optimizer: Optimizer, prepared: PreparedOptimizer) -> None:

@@ -27,7 +27,7 @@ from apex._core import dtypes
 from apex._engine.backward import BLOCK, BackwardPass
 from apex._engine.conversion.state import ModelState
 from apex._engine.observer import Observer
-from apex._engine.optimizer.prepared import PreparedOptimizer, optimizers_of
+from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.scaler import Readback
 from apex._engine.session import Session
 from apex._engine.watch.lost_writes import WeightWatch
@@ -160,7 +160,6 @@ class Mistakes(Observer):
         self._lost_writes: Readback[None] = Readback()
         # Comparisons of weights with their masters, by optimizer, until its next step.
         self._watches = weakref.WeakKeyDictionary[PreparedOptimizer, WeightWatch]()
-        self._observes = False
         self._hooks: list[RemovableHandle] = []
 
     # -- warnings ----------------------------------------------------------------------------
@@ -173,15 +172,12 @@ class Mistakes(Observer):
 
     # -- passes without a block --------------------------------------------------------------
 
-    def _observe(self, session: Session) -> None:
-        """Observes once whether a pass reaches fp16 parameters before any ``scale_loss`` block."""
-        if self._observes or self._blocks_left < _INSPECTED_BLOCKS:
-            return
-        self._observes = True
+    def optimizer_prepared(self, prepared: PreparedOptimizer) -> None:
+        """Observes whether a pass reaches fp16 parameters before any ``scale_loss`` block."""
+        session = prepared.session
         if session.has_scale and session.policy.low_precision is torch.float16:
-            for prepared in optimizers_of(session):
-                self._hooks += _hooked(_sample(prepared.trained_params()), self._reach)
-                prepared.until_plain.callback(self.stop_observing)
+            self._hooks += _hooked(_sample(prepared.trained_params()), self._reach)
+            prepared.until_plain.callback(self.stop_observing)
 
     @untraced
     def _reach(self, _: Tensor) -> None:
@@ -286,7 +282,6 @@ class Mistakes(Observer):
 
     def model_used(self, state: ModelState, reader: FrameType | None) -> None:
         """Compares weights with their masters."""
-        self._observe(state.session)
         for watch in self._watches.values():
             watch.look()
 
