@@ -11,6 +11,8 @@ from tests.clients.libraries import free_port, need, of_its_time
 from tests.support.loops import masters
 
 deepspeed = need("deepspeed")
+if deepspeed.__version__.startswith("0.19"):
+    pytest.skip("DeepSpeed has removed the section", allow_module_level=True)
 
 pytestmark = of_its_time
 

@@ -15,7 +15,7 @@ Note [What a pass reaches]
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from apex._core.op_table import AutocastSpec
 from apex._engine.autocast.ambient import follow_sessions
 from apex._engine.autocast.backward import BackwardAutocast
+from apex._engine.masters import remove_grads
 from apex._engine.optimizer.prepared import (
     PreparedOptimizer,
     grads_of,
@@ -232,7 +233,7 @@ class BackwardPass:
     def _end_loans(self, *, failed: bool = False) -> None:
         """Gives back all gradients that were lent; without the pass's own if it ``failed``."""
         if failed:
-            _remove_grads(self._unowned)
+            remove_grads(self._unowned)
             for lender in self._lenders:
                 lender.remove_grads()
         while self._lenders:
@@ -373,8 +374,3 @@ class BackwardPass:
         for prepared in self.prepared_optimizers:
             for listener in [*prepared.listeners]:  # which may remove itself
                 listener(self, prepared)
-
-
-def _remove_grads(params: Iterable[nn.Parameter]) -> None:
-    for param in params:
-        param.grad = None

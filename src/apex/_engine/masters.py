@@ -407,6 +407,13 @@ def is_zero(grad: Tensor | None) -> bool:
     return grad is None or vars(grad).get(_ZERO) == grad._version
 
 
+def remove_grads(params: Iterable[nn.Parameter]) -> None:
+    """Removes the gradients of model parameters."""
+    with without_overrides():
+        for param in params:
+            param.grad = None
+
+
 def without_grad(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Returns the parameters that have no gradient."""
     return [param for param in params if param.grad is None]

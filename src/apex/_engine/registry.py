@@ -38,11 +38,9 @@ class Registry(Generic[S]):
         self._references.append(weakref.ref(session, self._references.remove))
 
     def __iter__(self) -> Iterator[S]:
-        """Yields the live sessions, oldest first."""
-        for reference in [*self._references]:
-            session = reference()
-            if session is not None:
-                yield session
+        """Iterates over the sessions that live now, oldest first."""
+        sessions = [reference() for reference in [*self._references]]
+        return iter([session for session in sessions if session is not None])
 
     def specs(self, *, begun_in: object = None) -> list[AutocastSpec]:
         """Returns the op casts of live sessions, oldest first.

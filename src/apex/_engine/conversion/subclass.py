@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from apex._core import dtypes, tree
 from apex._core.arguments import positional_names
@@ -29,6 +28,7 @@ from apex._engine.conversion.copies import deepcopy_by_class, shallow_copy, snap
 from apex._engine.conversion.state import ModelState, state_of
 from apex._engine.masters import mark_zeros, without_grad
 from apex._engine.session import STATE
+from apex._engine.wrappers.averages import averages
 from apex._torch import onnx
 from apex._torch.modules import named_parameters
 
@@ -42,9 +42,6 @@ _ONNX = (
     "    with amp.disable_casts():\n"
     "        torch.onnx.export(copy.deepcopy(model), ...)"
 )
-
-_UPDATE_AVERAGE = AveragedModel.update_parameters.__code__
-"""Averages in fp32 what it reads of the model, which torch's functions refuse in 16 bits."""
 
 
 class Converted(nn.Module):
@@ -190,7 +187,7 @@ class _Method:
         state = _own_state(model)
         reader = sys._getframe(1)
         state.use(model, reader)
-        if reader.f_code is _UPDATE_AVERAGE:
+        if averages(reader):
             return lambda: map(state.session.masters.in_fp32, function(model))
         return MethodType(function, model)
 

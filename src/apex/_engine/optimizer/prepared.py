@@ -265,9 +265,7 @@ class PreparedOptimizer:
 
     def remove_grads(self) -> None:
         """Removes all gradients."""
-        with without_overrides():
-            for param in self.trained_params():
-                param.grad = None
+        masters.remove_grads(self.trained_params())
 
     def forget_cleared(self, cleared: set[int]) -> None:
         """Forgets what unfinished passes hold for parameters, by ``id``, that were cleared.

@@ -86,7 +86,7 @@ class AmpOptimizer(Optimizer):
         function = getattr(own_method, "__func__", own_method)
         if function is Optimizer.zero_grad and _set_to_none(*args, **kwargs):
             # Also for optimizers that never called torch's constructor (timm's Lookahead).
-            prepared.remove_grads()
+            masters.remove_grads(cleared)
         else:
             with masters.shown(prepared.pairs):
                 own_method(*args, **kwargs)
