@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex import amp
 from apex.parallel import DistributedDataParallel as ApexDistributedDataParallel
@@ -232,3 +233,44 @@ def test_a_wrapper_that_sends_after_the_pass_or_keeps_dtypes_may_be_made_first(
     first, second = on_two_ranks(wrapped_first, level, wrap, False)
     assert not isinstance(first, str)
     assert first == second
+
+
+class Sent(TorchDispatchMode):
+    """Counts collectives."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
+def first_blocks(rank, level):
+    """Collectives of a block that is not entered, and of the start of the first two that are."""
+    with torch.random.fork_rng():
+        torch.manual_seed(rank)
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(9)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = initialized(level, model, optimizer)
+    parallel = DistributedDataParallel(model)
+    counts = []
+    for enters in (False, True, True):
+        loss = loops.loss_of(parallel, rank_batch(rank, 0)[0], torch.zeros(3, 4))
+        with Sent() as sent:
+            block = amp.scale_loss(loss, optimizer)
+            scaled_loss = block.__enter__() if enters else loss
+        counts.append(sent.count)
+        scaled_loss.backward()
+        if enters:
+            block.__exit__(None, None, None)
+    optimizer.zero_grad()
+    return counts, [master.tolist() for master in loops.masters(optimizer)]
+
+
+@pytest.mark.parametrize(("level", "broadcasts"), [("O1", 0), ("O2", 1), ("O4", 0), ("O5", 1)])
+def test_masters_are_sent_in_one_broadcast_by_the_first_block_that_is_entered(
+    on_two_ranks, level, broadcasts
+):
+    first, second = on_two_ranks(first_blocks, level)
+    assert first == second
+    assert first[0] == [0, broadcasts, 0]

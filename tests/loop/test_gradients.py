@@ -205,6 +205,20 @@ def test_what_is_cleared_is_gone_on_either_side(level, clear, name):
         CLEARS[clear](training)
 
 
+@pytest.mark.parametrize("kept", ["model", "masters"])
+@masters
+def test_zeros_take_no_memory_of_fp32(level, kept):
+    """A step over 16-bit gradients stays one: autograd adds to 16-bit zeros exactly."""
+    training = Training(level, lambda p: apex.optimizers.FusedSGD(p, lr=0.1, set_grad_none=False))
+    training.block(*ONE)
+    assert training.grads(kept) == [*ONE]
+    training.optimizer.zero_grad()
+    dtypes = {param.grad.dtype for param in training.model.parameters()}
+    assert dtypes <= {torch.float16, torch.bfloat16}
+    training.plain(*TWO)
+    assert {param.grad.dtype for param in training.model.parameters()} == dtypes
+
+
 # -- 2 and 4: passes add up, in fp32 ---------------------------------------------------------
 
 PASSES = ["block", "delayed", "plain"]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from apex import amp
+from apex._core.undo import Undo
 from apex.integrations import scales
 from tests.support import loops
 
@@ -332,3 +333,18 @@ def test_accelerate_s_own_wrapper_is_looked_through():
     before = loops.masters(optimizer)
     loops.train_step(model, wrapped, *loops.batch())
     assert not loops.same(before, loops.masters(optimizer))
+
+
+def test_an_undo_that_fails_hides_neither_the_error_nor_the_other_undos(caplog):
+    undone = []
+
+    def change():
+        with Undo() as undo:
+            undo.callback(undone.append, 1)
+            undo.callback(undone.index, 2)  # a ValueError
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        change()
+    assert undone == [1]
+    assert "could not be undone" in caplog.text
