@@ -495,3 +495,17 @@ def test_a_step_after_steps_in_hooks_is_no_mistake(level, scaled):
         optimizer.step()  # pytest makes warnings errors
     for handle in handles:  # the collector does not see into them
         handle.remove()
+
+
+def test_a_block_inside_one_of_another_optimizer_leaves_no_hooks_and_hides_no_mistake():
+    nets = [loops.net(), loops.net()]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    amp.initialize(nets, optimizers, opt_level="O1", verbosity=0)
+    first, second = (loops.loss_of(net, *next(loops.batches(1))) for net in nets)
+    told = pytest.warns(UserWarning, match="inside amp.scale_loss did not start at scaled_loss")
+    with told, amp.scale_loss(first, optimizers[0]):
+        with amp.scale_loss(second, optimizers[1]) as scaled_second:
+            scaled_second.backward()
+        first.backward()
+    for net in nets:
+        assert not any(param._post_accumulate_grad_hooks for param in net.parameters())

@@ -14,6 +14,7 @@ from apex._engine.conversion import casts, checks
 from apex._engine.conversion.state import state_of
 from apex._engine.optimizer import subclass
 from apex._engine.optimizer.prepared import PreparedOptimizer
+from apex._engine.session import Session
 from apex._torch import parameters
 
 
@@ -35,14 +36,12 @@ def make_plain(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> 
             continue
         prepared_optimizers.append(prepared)
         prepared.update_masters_with_grads()
-        drops_grads |= prepared.drop_overflowed()
+        if prepared.drop_overflowed():
+            drops_grads = True
         for pair in prepared.pairs:
             masters[id(pair.model)] = pair.master
-    sessions = {prepared.session for prepared in prepared_optimizers}
+    sessions = _sessions_of(models, prepared_optimizers)
     for model in models:
-        state = state_of(model)
-        if state is not None:
-            sessions.add(state.session)
         casts.restore(model, masters)
     for prepared in prepared_optimizers:
         _make_optimizer_plain(prepared)
@@ -53,6 +52,17 @@ def make_plain(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> 
         if not session.models:
             session.close()
     return drops_grads
+
+
+def _sessions_of(
+    models: Sequence[nn.Module], prepared_optimizers: Sequence[PreparedOptimizer]
+) -> set[Session]:
+    sessions = {prepared.session for prepared in prepared_optimizers}
+    for model in models:
+        state = state_of(model)
+        if state is not None:
+            sessions.add(state.session)
+    return sessions
 
 
 def _make_optimizer_plain(prepared: PreparedOptimizer) -> None:

@@ -67,6 +67,7 @@ class Session:
         live: All sessions, oldest first.
     """
 
+    # The registry lies below, where it knows sessions as casts do.
     live: ClassVar[Registry[Session]] = cast(Any, registry.live)
 
     def __init__(
@@ -104,7 +105,7 @@ class Session:
         self.made_by = made_by
         # amp's report of overflows, which the engine knows nothing of.
         self.report = report
-        # Warns of mistakes; the engine raises no warning itself.
+        # Warns of mistakes in the training loop, which the engine does not look for.
         self.observer = observer
         # apex's view of the policy, in which scripts may unset ``enabled``.
         self.options = options
@@ -179,7 +180,7 @@ class Session:
 
     def prepare_plain_pass(self, model: nn.Module) -> None:
         """Prepares the gradients of a model, at its forward, for a pass without a block."""
-        under_ddp = self.sums_in_16_bits
+        under_ddp = self.under_ddp
         for member in self.members:
             # Blocks prepare the gradients themselves when they begin.
             if member.is_in_pass or (under_ddp and member.had_block):
@@ -255,6 +256,9 @@ class Session:
         return any(wrapper.reuses_grad(param) for wrapper in self.wrappers)
 
     @property
-    def sums_in_16_bits(self) -> bool:
-        """Whether a wrapper adds 16-bit gradients to 16-bit ones alone."""
+    def under_ddp(self) -> bool:
+        """Whether models run under DistributedDataParallel.
+
+        It adds 16-bit gradients to 16-bit ones alone.
+        """
         return self.ddp in self.wrappers

@@ -246,7 +246,7 @@ class PreparedOptimizer:
             scaled: Whether the pass multiplies gradients by a loss scale.
             continues: Whether it adds to the gradients of a delayed pass.
         """
-        under_ddp = self.session.sums_in_16_bits
+        under_ddp = self.session.under_ddp
         if continues and (scaled or under_ddp):
             return
         if scaled:

@@ -150,8 +150,8 @@ class Mistakes(Observer):
         self._warned: set[Mistake] = set()
         # ``scale_loss`` blocks that are still to be inspected.
         self._blocks_left = _INSPECTED_BLOCKS
-        # The inspection of the newest block.
-        self._inspection: BlockInspection | None = None
+        # By block, as blocks of other optimizers may be open at the same time.
+        self._inspections = weakref.WeakKeyDictionary[BackwardPass, BlockInspection]()
         # Whether a backward pass has reached observed parameters.
         self._has_plain_pass = False
         # Whether a step has found a gradient.
@@ -192,24 +192,25 @@ class Mistakes(Observer):
 
     def block_begins(self, block: BackwardPass, scaled_loss: Tensor) -> None:
         """Begins to inspect the block, if it is one of the first."""
-        self._inspection = None
         if self._blocks_left:
             self._blocks_left -= 1
             if block.scaled:
-                self._inspection = BlockInspection(self, block, scaled_loss)
+                self._inspections[block] = BlockInspection(self, block, scaled_loss)
 
     def pass_ends(self, block: BackwardPass) -> None:
         """Inspects gradients before they are unscaled."""
-        if self._inspection is not None:
-            self._inspection.end()
+        inspection = self._inspections.get(block)
+        if inspection is not None:
+            inspection.end()
 
     def block_ends(self, block: BackwardPass) -> None:
         """Warns of what was found in the block."""
+        inspection = self._inspections.pop(block, None)
         if block.failed:
             if block.continues_delayed:
                 self.warn(Mistake.FAILED_AFTER_DELAYED)
-        elif self._inspection is not None:
-            self.warn(self._inspection.found)
+        elif inspection is not None:
+            self.warn(inspection.found)
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -465,7 +466,7 @@ def _averages(prepared: PreparedOptimizer) -> bool:
     """Returns whether scaled gradients may be averaged over ranks by other code than a wrapper."""
     if getattr(prepared.optimizer, "synchronize", None) is not None:
         return True  # Horovod's, BytePS's
-    return ranks.world_size() > 1 and not prepared.session.wrappers
+    return ranks.world_size() > 1 and not prepared.session.under_ddp
 
 
 def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:
