@@ -174,3 +174,11 @@ def test_cross_entropy_is_that_of_fp32_logits(region, low, device, options):
         (grad,) = torch.autograd.grad(loss, logits)
         (exact,) = torch.autograd.grad(expected, full)
         torch.testing.assert_close(grad, exact.to(low))
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_multi_head_attention_runs_in_low_precision(region, low, device, mode):
+    module = nn.MultiheadAttention(4, 2, batch_first=True).to(device).train(mode == "train")
+    x = torch.randn(2, 3, 4, device=device)
+    for weights in (True, False):
+        assert region.run(module, x, x.to(low), x, need_weights=weights)[0].dtype is low

@@ -1,5 +1,7 @@
 """Training steps, and steps of optimizers, under ``torch.compile``: eager's results, few graphs."""
 
+import functools
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -164,3 +166,15 @@ def test_compiled_capturable_step_equals_eager_on_a_gpu(level):
         take(model, optimizer, step, x.cuda(), y.cuda())
         take(reference, plain, plain.step, x.cuda(), y.cuda())
     assert_close(training_state(optimizer)[0], training_state(plain)[0], "O0", 64)
+
+
+@SAME_GRAPHS
+@pytest.mark.parametrize("optimizer_name", ["SGD", "fused AdamW"])
+def test_compiled_step_makes_the_graphs_of_forward_and_own_step_alone(optimizer_name):
+    model, optimizer = loops.prepared("O2", loops.OPTIMIZERS[optimizer_name])
+    train_step = functools.partial(loops.train_step, model, optimizer)
+    step, graphs = compiled(train_step, backend="eager", fullgraph=False)
+    for x, y in loops.batches(5):
+        step(x, y)
+    # torch's SGD compiles again when its momentum is there; fused steps are kernels already.
+    assert graphs.frame_count == {"SGD": 3, "fused AdamW": 1}[optimizer_name]

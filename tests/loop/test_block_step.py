@@ -133,3 +133,17 @@ def test_no_hook_sees_a_stand_in():
     loops.train_step(model, optimizer, *loops.batch())
     assert loops.same(seen, [param.grad.float() for param in model.parameters()])
     assert not loops.same(seen, loops.masters(optimizer))
+
+
+class Clips(torch.optim.AdamW):
+    """Reads gradients in its own step."""
+
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_value_([p for g in self.param_groups for p in g["params"]], 1e-3)
+        return super().step(closure)
+
+
+def test_an_optimizer_with_a_step_of_its_own_gets_fp32_gradients(counted):
+    model, optimizer = loops.prepared("O5", lambda p: Clips(p, lr=1e-2, fused=True))
+    loops.train_step(model, optimizer, *loops.batch())
+    assert not counted

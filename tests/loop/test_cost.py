@@ -27,3 +27,12 @@ def test_an_iteration_with_a_fused_optimizer_never_waits_for_the_gpu(level, name
     with waits_are_errors():
         for x, y in data[2:]:
             loops.train_step(model, optimizer, x, y)
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD"])
+@pytest.mark.parametrize("level", loops.MIXED)
+def test_an_iteration_with_any_other_optimizer_has_at_most_one_host_read_more(level, name):
+    model = loops.net()
+    own = reads_of(model, loops.OPTIMIZERS[name](model.parameters()), loops.plain_step)
+    pair = loops.prepared(level, loops.OPTIMIZERS[name], loss_scale="dynamic")
+    assert reads_of(*pair, loops.train_step, steps=3) <= own + 3

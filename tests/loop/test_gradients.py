@@ -469,3 +469,49 @@ def test_gradients_survive_what_happens_to_parameters(level, make):
         loops.scaled_backward(model(a=3.0, b=4.0), optimizer)
     loops.scaled_backward(model(a=1.0, b=1.0), optimizer)
     assert [p.grad[0].item() for p in amp.master_params(optimizer)] == [4.0, 5.0]
+
+
+@pytest.mark.parametrize("kind", ["block", "plain"])
+@masters
+def test_one_pass_takes_no_memory_of_fp32_without_a_scale(level, kind):
+    if training_scales(level):
+        return
+    training = Training(level)
+    for _ in range(2):
+        training.optimizer.zero_grad()
+        getattr(training, kind)(*ONE)
+        assert all(param.grad.dtype is torch.bfloat16 for param in training.model.parameters())
+        training.optimizer.step()
+        training.model["f"](a=1.0)  # a forward before zero_grad
+        assert all(param.grad.dtype is not torch.float16 for param in training.model.parameters())
+
+
+@levels
+def test_blocks_may_be_nested(level):
+    training = Training(level, optimizers=2)
+    first, second = training.optimizers
+    training.block(*ONE)
+    outer = amp.scale_loss(training.model["f"](a=1.0, b=2.0), first)
+    inner = amp.scale_loss(training.model["g"](a=3.0, b=4.0), second)
+    with outer as scaled_loss, inner as other_scaled_loss:
+        scaled_loss.backward()
+        other_scaled_loss.backward()
+    assert training.grads() == [4.0, 6.0, 4.0, 6.0]
+
+
+@levels
+def test_steps_that_come_twice_and_never_clear_train_as_a_plain_loop(level):
+    trained = []
+    for each in (level, None):
+        training = Training(each, lambda p: loops.sgd(p, lr=0.125))
+        for index in range(6):
+            (
+                training.plain
+                if each and index % 2 and not training_scales(level)
+                else training.block
+            )(*(factor / (index + 1) for factor in ONE))
+            training.optimizer.step()
+            if index % 2:
+                training.optimizer.step()
+        trained.append(training.weights())
+    assert trained[0] == pytest.approx(trained[1], rel=2**-6)

@@ -314,3 +314,23 @@ def test_bad_arguments_are_refused(error, loss, options, words):
     given = {"optimizers": optimizer, **options}
     with loops.nothing_changes(model, optimizer), pytest.raises(error, match=words):
         amp.scale_loss(loss, **given)
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_a_loss_on_the_masters_themselves_gives_unscaled_gradients(level):
+    _, optimizer = loops.prepared(level, loss_scale=8.0)
+    master = next(amp.master_params(optimizer))
+    loops.scaled_backward(0.5 * master.pow(2).sum(), optimizer)
+    assert torch.equal(master.grad, master.detach())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_exception_in_the_second_of_two_delayed_passes_leaves_the_first_to_the_step(level):
+    pairs = [loops.prepared(level, loss_scale=8.0) for _ in range(2)]
+    for pair in pairs:
+        loops.backward(*pair, *loops.batch(), delay_unscale=True)
+    with pytest.warns(match=r"An exception ended"):
+        fail(*pairs[0], early=True, delay_unscale=True)
+    for _, optimizer in pairs:
+        optimizer.step()
+    assert loops.same(*(loops.masters(optimizer) for _, optimizer in pairs))

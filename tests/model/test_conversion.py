@@ -1,6 +1,7 @@
 """What ``amp.initialize`` makes of a model, and ``amp.restore`` of a prepared one."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -159,3 +160,12 @@ def test_a_proxy_of_a_module_is_prepared_where_weights_stay_fp32_and_else_refuse
     assert model(x()).dtype is dtype
     restore(model)
     assert model(x()).dtype is torch.float32
+
+
+def test_generated_class_goes_with_its_models():
+    class Local(nn.Linear):
+        pass
+
+    converted(Local(1, 1))
+    gc.collect()
+    assert Local.__subclasses__() == []

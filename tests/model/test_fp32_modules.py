@@ -101,3 +101,10 @@ def test_a_tensor_shared_by_fp32_modules_is_kept():
 def test_at_levels_that_cast_no_weights_they_are_refused(level):
     with pytest.raises(ValueError, match="O2, O3 or O5"):
         kept(Two(), "two", level=level)
+
+
+def test_only_the_topmost_matching_module_casts():
+    model = kept(Two(), "two", nn.LayerNorm)
+    assert len(model.two._forward_hooks) == 1
+    assert not model.two.norm._forward_hooks
+    assert len(model.one.norm._forward_hooks) == 1

@@ -477,3 +477,22 @@ def test_such_inputs_compile_as_one_graph(level):
     for batch in (Batch(x), FrozenBatch(x)):
         inputs = Point(x, 1), batch, Tokens(torch.arange(2), x), {"a": [x]}, x
         assert torch.equal(compiled(*inputs), model(*inputs))
+
+
+class Flexible(Timed):
+    def forward(self, x, **kwargs):
+        return super().forward(x, **kwargs)
+
+
+class FlexibleArgs(Timed):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def test_a_named_input_among_kwargs_is_kept_and_among_args_refused():
+    model = converted(Flexible(), fp32_modules=["embed"], fp32_inputs=["timestep"])
+    times = torch.tensor([998.39])
+    model(torch.ones(1, 2), timestep=times)
+    assert model.seen[1] is times
+    with pytest.raises(ValueError, match="'timestep', which is no argument of the model's forward"):
+        converted(FlexibleArgs(), fp32_inputs=["timestep"])

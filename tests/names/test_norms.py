@@ -200,3 +200,15 @@ def test_options_are_checked(kind):
         assert module.weight is None
         assert module(torch.randn(2, SIZE)).shape == (2, SIZE)
     assert repr(kind((4, SIZE), eps=0.5)).endswith("((4, 8), eps=0.5, elementwise_affine=True)")
+
+
+def test_functions_are_autograd_functions_which_public_code_derives_from():
+    assert all(
+        issubclass(function, torch.autograd.Function)
+        for function in (
+            fused.FusedLayerNormAffineFunction,
+            fused.FusedLayerNormFunction,
+            fused.FusedRMSNormAffineFunction,
+            fused.FusedRMSNormFunction,
+        )
+    )
