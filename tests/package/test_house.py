@@ -44,6 +44,7 @@ def test_each_attribute_is_written_in_the_file_of_its_owner():
         for node in stored(tree):
             if is_of_itself(node) or node.attr in TORCHS or node.attr not in owners:
                 continue
+            # Classes of debug and tools have attributes of the same names.
             if path not in owners[node.attr] and path.parts[-2] not in ("debug", "tools"):
                 foreign.add(f"{path.relative_to(SOURCES)} {ast.unparse(node)}")
     assert foreign == set(REASONS)

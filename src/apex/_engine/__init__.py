@@ -2,6 +2,8 @@
 
 Note [Glossary]
     session: One ``initialize`` call: the models, optimizers and scalers that it prepared.
+    observer: Hears what happens in a session, and changes no number.
+    wrapper: What wraps or shards a model, and shares its gradients among ranks.
     prepared optimizer: amp's state for one optimizer, and the optimizer's generated class.
     master: The fp32 parameter that an optimizer steps in place of a 16-bit parameter of a model.
     pair: A model parameter and its master. The master table holds all pairs of a session.
