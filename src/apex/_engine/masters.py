@@ -80,7 +80,12 @@ class Master(nn.Parameter):
         if grad is None or grad.dtype is torch.float32:
             return grad
         shown = grad_of(self)
-        return _widened(model, self) if shown is None else shown
+        if shown is not None:
+            return shown
+        pair = self._apex_pair()
+        if pair is not None:
+            widen_grads([pair])
+        return model.grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -240,11 +245,14 @@ def make_master(exact: Tensor, master_class: type[nn.Parameter] = nn.Parameter) 
 @untraced
 def update_model_from_masters(pairs: Iterable[MasterPair]) -> None:
     """Rounds every written master into its model parameter."""
+    written: list[MasterPair] = []
     with without_overrides():
-        written = [pair for pair in pairs if pair.master._version != pair._master_version]
-        for pair in written:
-            pair._storage = pair.model.detach()
-    round_masters(written)
+        for pair in pairs:
+            if pair.master._version != pair._master_version:
+                pair._storage = pair.model.detach()
+                written.append(pair)
+    if written:
+        round_masters(written)
 
 
 @untraced
@@ -254,15 +262,14 @@ def round_masters(pairs: Sequence[MasterPair]) -> None:
 
     For masters that were written by code that torch does not count, such as fused kernels.
     """
-    if not pairs:
-        return
     with without_overrides():
         models: list[Tensor] = []
         masters: list[Tensor] = []
         for pair in pairs:
             models.append(pair.model)
             masters.append(pair.master)
-        foreach.copy_(models, masters)
+        if pairs:
+            foreach.copy_(models, masters)
         mark_synced(pairs)
 
 
@@ -312,7 +319,8 @@ def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool 
                 or model.data_ptr() != pair._storage.data_ptr()
             ):
                 if model.device != pair.master.device:
-                    _move_master(pair)
+                    moved = pair.master.detach().to(model.device)
+                    parameters.set_data(pair.master, moved)
                     any_moved = True
                 pair._storage = model.detach()
                 if pair.master._version == pair._master_version:
@@ -324,11 +332,6 @@ def expect_writes(pairs: Iterable[MasterPair]) -> None:
     """Counts masters as written: torch's fused kernels, which a step may run, count no writes."""
     for pair in pairs:
         pair._master_version = _WRITTEN
-
-
-def _move_master(pair: MasterPair) -> None:
-    """Moves a master to the device of its model parameter."""
-    parameters.set_data(pair.master, pair.master.detach().to(pair.model.device))
 
 
 def _update_master(pair: MasterPair, *, before_step: bool) -> None:
@@ -348,33 +351,21 @@ def _update_master(pair: MasterPair, *, before_step: bool) -> None:
 
 
 @untraced
-def _widened(model: nn.Parameter, master: Tensor) -> Tensor:
-    """Makes the gradient of a model parameter fp32, laid out as its master, and returns it."""
-    with without_overrides():
-        grad = cast(Tensor, model.grad)
-        (wide,) = fp32_copies([grad], [master])
-        model.grad_dtype = None  # torch.utils.swap_tensors drops it
-        model.grad = wide
-    return wide
-
-
-@untraced
 def widen_grads(pairs: Iterable[MasterPair]) -> None:
     """Makes the gradients of model parameters fp32, laid out as the masters."""
     with without_overrides():
-        low: list[MasterPair] = []
+        models: list[nn.Parameter] = []
+        masters: list[Tensor] = []
         grads: list[Tensor] = []
         for pair in pairs:
             grad = pair.model.grad
             if grad is not None and grad.dtype is not torch.float32:
-                low.append(pair)
+                models.append(pair.model)
+                masters.append(pair.master)
                 grads.append(grad)
-        if not low:
-            return
-        copies = fp32_copies(grads, [pair.master for pair in low])
-        for pair, wide in zip(low, copies, strict=True):
-            pair.model.grad_dtype = None  # torch.utils.swap_tensors drops it
-            pair.model.grad = wide
+        for model, wide in zip(models, fp32_copies(grads, masters), strict=True):
+            model.grad_dtype = None  # torch.utils.swap_tensors drops it
+            model.grad = wide
 
 
 def widen_nonzero_grads(pairs: Iterable[MasterPair]) -> None:

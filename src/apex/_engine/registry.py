@@ -39,8 +39,12 @@ class Registry(Generic[S]):
 
     def __iter__(self) -> Iterator[S]:
         """Iterates over the sessions that live now, oldest first."""
-        sessions = [reference() for reference in [*self._references]]
-        return iter([session for session in sessions if session is not None])
+        sessions: list[S] = []
+        for reference in [*self._references]:
+            session = reference()
+            if session is not None:
+                sessions.append(session)
+        return iter(sessions)
 
     def specs(self, *, begun_in: object = None) -> list[AutocastSpec]:
         """Returns the op casts of live sessions, oldest first.

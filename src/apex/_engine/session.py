@@ -45,8 +45,8 @@ class Member(Protocol):
     """The state of an optimizer, as its session and models know it."""
 
     @property
-    def is_in_pass(self) -> bool:
-        """Whether a backward pass is not finished."""
+    def unfinished_pass(self) -> object | None:
+        """A backward pass that is not finished."""
         ...
 
     had_block: bool
@@ -124,14 +124,17 @@ class Session:
         self.keep_fp32 = keep_fp32
         # All masters of the models' parameters.
         self.masters = MasterTable()
-        # In the same order on all ranks, which communicate for each optimizer in turn.
-        self._members = weakref.WeakKeyDictionary[Member, None]()
+        # States of optimizers, which may be plain again, in the same order on all ranks: they
+        # communicate for each in turn.
+        self.members = weakref.WeakKeyDictionary[Member, None]()
         self._models = weakref.WeakSet[nn.Module]()
         # What may share gradients among ranks; ``wrappers`` has what the models are really in, so
         # that a pass on one rank asks nobody.
         self.ddp = DDPWrappers()
         self.shards = Shards()
         self.wrappers: list[Wrapper] = []
+        # Whether it is in DistributedDataParallel, which adds 16-bit gradients to such alone.
+        self.under_ddp = False
         # Another thread may be about to step what a pass in this one could reach.
         self.thread = this_thread()
         # Whether its casts are on in that thread, outside of forward passes.
@@ -153,19 +156,15 @@ class Session:
             if self.shards.add(model) and self.shards not in self.wrappers:
                 self.wrappers.append(self.shards)
 
-    @property
-    def members(self) -> list[Member]:
-        """The states of optimizers, which may be plain again."""
-        return [*self._members]
-
     def add_member(self, member: Member) -> None:
         """Adds the state of an optimizer."""
-        self._members[member] = None
+        self.members[member] = None
 
     def mark_forward(self, wrapper: DistributedDataParallel, *, traced: bool) -> None:
         """Records that a model's forward pass begins under DistributedDataParallel."""
-        if self.ddp not in self.wrappers:
+        if not self.under_ddp:
             self.wrappers.append(self.ddp)
+            self.under_ddp = True
         # What a join of ranks with fewer batches would not share.
         drifts = not self.masters.is_empty or self.can_skip
         self.ddp.mark_forward(wrapper, traced=traced, drifts=drifts)
@@ -175,17 +174,16 @@ class Session:
     def forget_cleared(self, params: Iterable[Tensor]) -> None:
         """Forgets what unfinished passes hold for parameters whose gradients were cleared."""
         cleared = {*map(id, params)}
-        for member in self.members:
+        for member in [*self.members]:
             member.forget_cleared(cleared)
 
     def prepare_plain_pass(self, model: nn.Module) -> None:
         """Prepares the gradients of a model, at its forward, for a pass without a block."""
-        under_ddp = self.under_ddp
-        for member in self.members:
+        for member in [*self.members]:
             # Blocks prepare the gradients themselves when they begin.
-            if member.is_in_pass or (under_ddp and member.had_block):
+            if member.unfinished_pass is not None or (self.under_ddp and member.had_block):
                 return
-        self.masters.prepare_plain_pass(model, under_ddp=under_ddp)
+        self.masters.prepare_plain_pass(model, under_ddp=self.under_ddp)
 
     # -- casts -------------------------------------------------------------------------------
 
@@ -239,7 +237,7 @@ class Session:
     @untraced
     def check_shards(self) -> None:
         """Raises RuntimeError if a model was sharded after it was prepared with an optimizer."""
-        if self._members:
+        if self.members:
             self.shards.check(self.models)
 
     def shares_grads(self, params: Sequence[Tensor]) -> bool:
@@ -254,11 +252,3 @@ class Session:
     def reuses_grad(self, param: Tensor) -> bool:
         """Returns whether the next pass writes a parameter's gradient to the same memory."""
         return any(wrapper.reuses_grad(param) for wrapper in self.wrappers)
-
-    @property
-    def under_ddp(self) -> bool:
-        """Whether models run under DistributedDataParallel.
-
-        It adds 16-bit gradients to 16-bit ones alone.
-        """
-        return self.ddp in self.wrappers

@@ -123,10 +123,6 @@ class PreparedOptimizer:
         optimizer = self._optimizer()
         return [] if optimizer is None else params_of(optimizer)
 
-    def low_params(self) -> list[nn.Parameter]:
-        """Returns the 16-bit parameters in the groups."""
-        return [param for param in self.params() if param.dtype in dtypes.LOW_PRECISION]
-
     def trained_params(self) -> list[nn.Parameter]:
         """Returns the models' parameters that the optimizer trains, with or without a master."""
         trained = self.params()
@@ -156,12 +152,11 @@ class PreparedOptimizer:
         """
         if not self.session.policy.master_weights:
             return False
-        low_params = self.low_params()
-        if not low_params:
-            return False
         created: dict[int, MasterPair] = {}
         with without_overrides():
-            for param in low_params:
+            for param in self.params():
+                if param.dtype not in dtypes.LOW_PRECISION:
+                    continue
                 if is_trained(param) or param in self.optimizer.state:
                     created[id(param)] = self.masters.create(param, self)
         if not created:
@@ -195,11 +190,6 @@ class PreparedOptimizer:
     def end_pass(self, continued: Pass | None = None) -> None:
         """Ends the pass; one that failed may have continued a delayed one."""
         self.unfinished_pass = continued
-
-    @property
-    def is_in_pass(self) -> bool:
-        """Whether a backward pass is not finished."""
-        return self.unfinished_pass is not None
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -250,14 +240,12 @@ class PreparedOptimizer:
         if continues and (scaled or under_ddp):
             return
         if scaled:
-            self._put_aside(self.trained_params())
+            self.stash.put_aside(self.trained_params(), self.session.reuses_grad)
         elif under_ddp:
-            self._put_aside([pair.model for pair in self.pairs])
+            models = [pair.model for pair in self.pairs]
+            self.stash.put_aside(models, self.session.reuses_grad)
         else:
             masters.widen_nonzero_grads(self.pairs)
-
-    def _put_aside(self, params: Sequence[nn.Parameter]) -> None:
-        self.stash.put_aside(params, self.session.reuses_grad)
 
     def give_back(self) -> None:
         """Adds the gradients that were put aside."""
@@ -532,7 +520,7 @@ def reachable(
         for prepared in optimizers_of(other):
             trained = prepared.trained_params()
             stepped.update(map(id, trained))
-            is_free = not prepared.is_in_pass and prepared not in own
+            is_free = prepared.unfinished_pass is None and prepared not in own
             if is_free and other.shares_grads(trained):
                 lenders.append(prepared)
     for key in stepped:

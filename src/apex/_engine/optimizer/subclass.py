@@ -84,7 +84,8 @@ class AmpOptimizer(Optimizer):
         cleared = prepared.trained_params()
         own_method: Any = super().zero_grad
         function = getattr(own_method, "__func__", own_method)
-        if function is Optimizer.zero_grad and _set_to_none(*args, **kwargs):
+        sets_to_none = all((*args, *kwargs.values()))  # torch's method takes this argument alone
+        if function is Optimizer.zero_grad and sets_to_none:
             # Also for optimizers that never called torch's constructor (timm's Lookahead).
             masters.remove_grads(cleared)
         else:
@@ -125,7 +126,7 @@ class AmpOptimizer(Optimizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
         """Returns a plain optimizer; see Note [Plain copies]."""
         prepared = self._apex_prepared
-        for param in prepared.low_params():
+        for param in prepared.params():
             prepared.masters.copy(param, memo)
         return _plain_copy(self, memo)
 
@@ -133,9 +134,9 @@ class AmpOptimizer(Optimizer):
         """Pickles as a plain optimizer; see Note [Plain copies]."""
         prepared = self._apex_prepared
         memo: dict[int, Any] = {}
-        for tensor in (*prepared.params(), *tree.tensors([*self.state.values()])):
+        for tensor in tree.tensors([*self.state.values()]):
             memo[id(tensor)] = tensor
-        for param in prepared.low_params():
+        for param in prepared.params():
             memo[id(param)] = prepared.masters.stand_in(param)
         return _plain_copy(self, memo).__reduce_ex__(protocol)
 
@@ -170,11 +171,6 @@ def _call(
     if others or closure is not None:
         return step(closure, *others, **kwargs)
     return step(**kwargs)
-
-
-def _set_to_none(set_to_none: bool = True) -> bool:
-    """Returns the argument of torch's ``zero_grad``."""
-    return set_to_none
 
 
 def prepared_state(optimizer: Optimizer) -> PreparedOptimizer | None:

@@ -11,42 +11,202 @@ from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from apex._core import tree
 from apex._engine.backward import BackwardPass
 from apex._engine.conversion.state import ModelState
+from apex._engine.observer import Observer
+from apex._engine.optimizer.prepared import PreparedOptimizer
+from apex._engine.scaler import Readback
+from apex._engine.session import Session
 from apex._engine.watch.losses import Losses
-from apex._engine.watch.mistakes import Mistakes
+from apex._engine.watch.lost_writes import WeightWatch
+from apex._engine.watch.mistakes import (
+    INSPECTED,
+    BlockInspection,
+    Mistake,
+    Origin,
+    find_mistake,
+    hooked,
+    origins_of,
+    remove,
+    some_of,
+    warn_at_caller,
+)
 from apex._engine.watch.writes import Writes, log_lost
+from apex._torch.autograd import backward_id
+from apex._torch.dynamo import untraced
 
 
-class Watch(Mistakes):
+class Watch(Observer):
     """Warns of mistakes in the loop of one session, and of what its 16-bit models lose."""
 
     def __init__(self) -> None:
-        """Starts without models."""
-        super().__init__()
+        """Starts without models and mistakes."""
+        self._warned: set[Mistake] = set()
+        # ``scale_loss`` blocks that are still to be inspected.
+        self._blocks_left = INSPECTED
+        # By block, as blocks of other optimizers may be open at the same time.
+        self._inspections = weakref.WeakKeyDictionary[BackwardPass, BlockInspection]()
+        # Whether a backward pass has reached observed parameters.
+        self._has_plain_pass = False
+        # Whether a step has found a gradient.
+        self._has_trained = False
+        # Flags on their way to the host: whether a step overwrote what a script wrote.
+        self._lost_writes: Readback[None] = Readback()
+        # Comparisons of weights with their masters, by optimizer, until its next step.
+        self._weights = weakref.WeakKeyDictionary[PreparedOptimizer, WeightWatch]()
+        self._hooks: list[RemovableHandle] = []
         self._losses = Losses()
         self._writes = weakref.WeakKeyDictionary[ModelState, Writes]()
+
+    # -- warnings ----------------------------------------------------------------------------
+
+    def warn(self, mistake: Mistake | None) -> None:
+        """Warns of a mistake, if there is one, at the user's line; once per session."""
+        if mistake is not None and mistake not in self._warned:
+            self._warned.add(mistake)
+            warn_at_caller(mistake.value)
+
+    # -- passes without a block --------------------------------------------------------------
+
+    def optimizer_prepared(self, prepared: PreparedOptimizer) -> None:
+        """Observes whether a pass reaches fp16 parameters before any ``scale_loss`` block."""
+        session = prepared.session
+        if session.has_scale and session.policy.low_precision is torch.float16:
+            self._hooks += hooked(some_of(prepared.trained_params()), self._reach)
+            prepared.until_plain.callback(self.stop_observing)
+
+    @untraced
+    def _reach(self, _: Tensor) -> None:
+        self._has_plain_pass = True
+
+    def stop_observing(self) -> None:
+        """Removes the hooks; idempotent."""
+        self._has_plain_pass = False
+        remove(self._hooks)
+
+    # -- blocks ------------------------------------------------------------------------------
+
+    def block_begins(self, block: BackwardPass, scaled_loss: Tensor) -> None:
+        """Begins to inspect the block, if it is one of the first; checks a static scale's loss."""
+        if not block.scaler.dynamic:
+            self._losses.check(block.scaler.loss_id, block.loss)
+        if not self._blocks_left:
+            return
+        self._blocks_left -= 1
+        if not block.scaled:
+            return
+        self.stop_observing()
+        for prepared in block.prepared_optimizers:
+            self.warn(find_mistake(prepared))
+            observer = prepared.session.observer  # of another session, perhaps
+            if isinstance(observer, Watch):
+                observer.stop_observing()
+        self._inspections[block] = BlockInspection(self.warn, block, scaled_loss)
+
+    def pass_ends(self, block: BackwardPass) -> None:
+        """Inspects gradients before they are unscaled."""
+        inspection = self._inspections.get(block)
+        if inspection is not None:
+            inspection.end()
+
+    def block_ends(self, block: BackwardPass) -> None:
+        """Warns of what was found in the block."""
+        inspection = self._inspections.pop(block, None)
+        if block.failed:
+            if block.continues_delayed:
+                self.warn(Mistake.FAILED_AFTER_DELAYED)
+        elif inspection is not None:
+            self.warn(inspection.found)
+
+    # -- steps -------------------------------------------------------------------------------
+
+    @untraced
+    def step_begins(self, prepared: PreparedOptimizer) -> None:
+        """Warns of writes that torch does not count, which the step overwrites, and GradScalers.
+
+        Compares weights at the first steps, and later at one in 32.
+        """
+        if prepared.asked_by_grad_scaler:
+            self._judge_grad_scaler(prepared.session)
+        turn, phase = divmod(prepared.steps, INSPECTED)
+        is_first = turn == 0
+        if not (prepared.pairs and (is_first or phase < 2)):
+            return
+        watch = self._weights.pop(prepared, None)
+        if watch is not None:
+            is_lost = watch.lost()
+            if is_lost is not None:
+                self._lost_writes.send(None, is_lost.float())
+        if is_first or phase == 0:
+            self._weights[prepared] = WeightWatch(prepared, phase if is_first else turn)
+        for _, (flag,) in self._lost_writes.poll():
+            if flag:
+                self.warn(Mistake.LOST_WRITE)
+
+    def _judge_grad_scaler(self, session: Session) -> None:
+        if session.has_scale and self._blocks_left < INSPECTED:
+            self.warn(Mistake.GRAD_SCALER)
+        else:  # the script does not need one
+            self._warned.add(Mistake.NO_SCALE_LOSS)
+
+    @untraced
+    def gradients_used(self, prepared: PreparedOptimizer) -> None:
+        """Warns of gradients that are not the step's, and of missing ones."""
+        opened = prepared.unfinished_pass
+        if not self._blocks_left or (opened is not None and opened.is_open):
+            return
+        if self._has_plain_pass:
+            self.stop_observing()
+            if not prepared.had_block:
+                self.warn(Mistake.NO_SCALE_LOSS)
+        self.warn(find_mistake(prepared))
+        if not self._has_trained:
+            self._has_trained = prepared.has_grads() or not prepared.params()
+            # Not the first step: scripts call it once for a scheduler, or before a part trains.
+            is_second = prepared.steps == 1 and not prepared.stepping
+            if is_second and not self._has_trained:
+                self.warn(Mistake.STEP_BEFORE_BACKWARD)
+
+    def other_step(self, params: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        """Warns if scaled gradients were stepped, or 16-bit weights of a model."""
+        if Origin.OTHER in origins_of(params):
+            self.warn(Mistake.FORGOTTEN_OPTIMIZER)
+        if weights:
+            self.warn(Mistake.UNPREPARED_OPTIMIZER)
+
+    def masters_read(self, prepared: PreparedOptimizer, consumer: str) -> None:
+        """Warns if masters' gradients are read before the model's gradients are unscaled."""
+        opened = prepared.unfinished_pass
+        # While a pass runs, hooks may ask for the masters, for instance to step them.
+        if opened is None or not opened.scaled or backward_id() != -1:
+            return
+        if opened.is_open and prepared.pairs:
+            self.warn(Mistake.CLIPPED_INSIDE)
+        elif not opened.is_open and consumer == nn.utils.clip_grad.__file__:
+            self.warn(Mistake.CLIPPED_DELAYED)
+
+    # -- uses of a model ---------------------------------------------------------------------
+
+    def model_used(self, state: ModelState, reader: FrameType | None) -> None:
+        """Compares weights with their masters.
+
+        Also logs the fix of torch's error about ``lerp_`` from 16-bit weights to a copy.
+        """
+        for weights in self._weights.values():
+            weights.look()
+        if reader is not None and state.was_copied:
+            self._writes_of(state).check_average(reader)
 
     def _writes_of(self, state: ModelState) -> Writes:
         writes = self._writes.get(state)
         if writes is None:
             writes = self._writes[state] = Writes()
         return writes
-
-    def block_begins(self, block: BackwardPass, scaled_loss: Tensor) -> None:
-        """Also checks a loss with a static scale."""
-        super().block_begins(block, scaled_loss)
-        if not block.scaler.dynamic:
-            self._losses.check(block.scaler.loss_id, block.loss)
-
-    def model_used(self, state: ModelState, reader: FrameType | None) -> None:
-        """Also logs the fix of torch's error about ``lerp_`` from 16-bit weights to a copy."""
-        super().model_used(state, reader)
-        if reader is not None and state.was_copied:
-            self._writes_of(state).check_average(reader)
 
     def forward_begins(
         self,

@@ -15,27 +15,21 @@ import enum
 import os
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._engine.backward import BLOCK, BackwardPass
-from apex._engine.conversion.state import ModelState
-from apex._engine.observer import Observer
 from apex._engine.optimizer.prepared import PreparedOptimizer
-from apex._engine.scaler import Readback
-from apex._engine.session import Session
-from apex._engine.watch.lost_writes import WeightWatch
 from apex._torch import ranks
 from apex._torch.autograd import at_end_of_pass, backward_id, leaves_of
 from apex._torch.dynamo import untraced
 
-_INSPECTED_BLOCKS = 32
+INSPECTED = 32
 """Blocks of a session, and steps of an optimizer, that are inspected; later ones are free."""
 
 _MARK = "_apex_mark"
@@ -142,152 +136,7 @@ class Mistake(enum.Enum):
     )
 
 
-class Mistakes(Observer):
-    """The mistakes found in one session."""
-
-    def __init__(self) -> None:
-        """Starts without mistakes."""
-        self._warned: set[Mistake] = set()
-        # ``scale_loss`` blocks that are still to be inspected.
-        self._blocks_left = _INSPECTED_BLOCKS
-        # By block, as blocks of other optimizers may be open at the same time.
-        self._inspections = weakref.WeakKeyDictionary[BackwardPass, BlockInspection]()
-        # Whether a backward pass has reached observed parameters.
-        self._has_plain_pass = False
-        # Whether a step has found a gradient.
-        self._has_trained = False
-        # Flags on their way to the host: whether a step overwrote what a script wrote.
-        self._lost_writes: Readback[None] = Readback()
-        # Comparisons of weights with their masters, by optimizer, until its next step.
-        self._watches = weakref.WeakKeyDictionary[PreparedOptimizer, WeightWatch]()
-        self._hooks: list[RemovableHandle] = []
-
-    # -- warnings ----------------------------------------------------------------------------
-
-    def warn(self, mistake: Mistake | None) -> None:
-        """Warns of a mistake, if there is one, at the user's line; once per session."""
-        if mistake is not None and mistake not in self._warned:
-            self._warned.add(mistake)
-            _warn_at_caller(mistake.value)
-
-    # -- passes without a block --------------------------------------------------------------
-
-    def optimizer_prepared(self, prepared: PreparedOptimizer) -> None:
-        """Observes whether a pass reaches fp16 parameters before any ``scale_loss`` block."""
-        session = prepared.session
-        if session.has_scale and session.policy.low_precision is torch.float16:
-            self._hooks += _hooked(_sample(prepared.trained_params()), self._reach)
-            prepared.until_plain.callback(self.stop_observing)
-
-    @untraced
-    def _reach(self, _: Tensor) -> None:
-        self._has_plain_pass = True
-
-    def stop_observing(self) -> None:
-        """Removes the hooks; idempotent."""
-        self._has_plain_pass = False
-        _remove(self._hooks)
-
-    # -- blocks ------------------------------------------------------------------------------
-
-    def block_begins(self, block: BackwardPass, scaled_loss: Tensor) -> None:
-        """Begins to inspect the block, if it is one of the first."""
-        if self._blocks_left:
-            self._blocks_left -= 1
-            if block.scaled:
-                self._inspections[block] = BlockInspection(self, block, scaled_loss)
-
-    def pass_ends(self, block: BackwardPass) -> None:
-        """Inspects gradients before they are unscaled."""
-        inspection = self._inspections.get(block)
-        if inspection is not None:
-            inspection.end()
-
-    def block_ends(self, block: BackwardPass) -> None:
-        """Warns of what was found in the block."""
-        inspection = self._inspections.pop(block, None)
-        if block.failed:
-            if block.continues_delayed:
-                self.warn(Mistake.FAILED_AFTER_DELAYED)
-        elif inspection is not None:
-            self.warn(inspection.found)
-
-    # -- steps -------------------------------------------------------------------------------
-
-    @untraced
-    def step_begins(self, prepared: PreparedOptimizer) -> None:
-        """Warns of writes that torch does not count, which the step overwrites, and GradScalers.
-
-        Compares weights at the first steps, and later at one in 32.
-        """
-        if prepared.asked_by_grad_scaler:
-            self._judge_grad_scaler(prepared.session)
-        turn, phase = divmod(prepared.steps, _INSPECTED_BLOCKS)
-        is_first = turn == 0
-        if not (prepared.pairs and (is_first or phase < 2)):
-            return
-        watch = self._watches.pop(prepared, None)
-        if watch is not None:
-            is_lost = watch.lost()
-            if is_lost is not None:
-                self._lost_writes.send(None, is_lost.float())
-        if is_first or phase == 0:
-            self._watches[prepared] = WeightWatch(prepared, phase if is_first else turn)
-        for _, (flag,) in self._lost_writes.poll():
-            if flag:
-                self.warn(Mistake.LOST_WRITE)
-
-    def _judge_grad_scaler(self, session: Session) -> None:
-        if session.has_scale and self._blocks_left < _INSPECTED_BLOCKS:
-            self.warn(Mistake.GRAD_SCALER)
-        else:  # the script does not need one
-            self._warned.add(Mistake.NO_SCALE_LOSS)
-
-    @untraced
-    def gradients_used(self, prepared: PreparedOptimizer) -> None:
-        """Warns of gradients that are not the step's, and of missing ones."""
-        opened = prepared.unfinished_pass
-        if not self._blocks_left or (opened is not None and opened.is_open):
-            return
-        if self._has_plain_pass:
-            self.stop_observing()
-            if not prepared.had_block:
-                self.warn(Mistake.NO_SCALE_LOSS)
-        self.warn(_find_mistake(prepared))
-        if not self._has_trained:
-            self._has_trained = prepared.has_grads() or not prepared.params()
-            # Not the first step: scripts call it once for a scheduler, or before a part trains.
-            is_second = prepared.steps == 1 and not prepared.stepping
-            if is_second and not self._has_trained:
-                self.warn(Mistake.STEP_BEFORE_BACKWARD)
-
-    def other_step(self, params: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-        """Warns if scaled gradients were stepped, or 16-bit weights of a model."""
-        if Origin.OTHER in origins_of(params):
-            self.warn(Mistake.FORGOTTEN_OPTIMIZER)
-        if weights:
-            self.warn(Mistake.UNPREPARED_OPTIMIZER)
-
-    def masters_read(self, prepared: PreparedOptimizer, consumer: str) -> None:
-        """Warns if masters' gradients are read before the model's gradients are unscaled."""
-        opened = prepared.unfinished_pass
-        # While a pass runs, hooks may ask for the masters, for instance to step them.
-        if opened is None or not opened.scaled or backward_id() != -1:
-            return
-        if opened.is_open and prepared.pairs:
-            self.warn(Mistake.CLIPPED_INSIDE)
-        elif not opened.is_open and consumer == nn.utils.clip_grad.__file__:
-            self.warn(Mistake.CLIPPED_DELAYED)
-
-    # -- uses of a model ---------------------------------------------------------------------
-
-    def model_used(self, state: ModelState, reader: FrameType | None) -> None:
-        """Compares weights with their masters."""
-        for watch in self._watches.values():
-            watch.look()
-
-
-def _warn_at_caller(text: str) -> None:
+def warn_at_caller(text: str) -> None:
     """Warns at the line of a script that called amp or torch."""
     frame: FrameType | None = sys._getframe()
     level = 1
@@ -318,16 +167,18 @@ class BlockInspection:
         found: The mistake in the block, to warn of once it has done its work.
     """
 
-    def __init__(self, mistakes: Mistakes, block: BackwardPass, scaled_loss: Tensor) -> None:
+    def __init__(
+        self, warn: Callable[[Mistake], None], block: BackwardPass, scaled_loss: Tensor
+    ) -> None:
         """Begins; ends with :meth:`end`.
 
         Args:
-            mistakes: The mistakes of the block's session.
+            warn: Warns of a mistake now.
             block: The block, whose earlier gradients are still in place.
             scaled_loss: Where the backward pass is to start.
         """
         self.found: Mistake | None = None
-        self._mistakes = mistakes
+        self._warn = warn
         self._params: list[Tensor] = []
         self._others_reached: list[Tensor] = []
         self._may_change = any(map(_averages, block.prepared_optimizers))
@@ -336,12 +187,6 @@ class BlockInspection:
         self._has_stray = False  # whether another pass has reached the block's parameters
         self._ended = False
         self._hooks: list[RemovableHandle] = []
-        self._mistakes.stop_observing()
-        for prepared in block.prepared_optimizers:
-            self._mistakes.warn(_find_mistake(prepared))
-            observer = prepared.session.observer  # of another session, perhaps
-            if isinstance(observer, Mistakes):
-                observer.stop_observing()
         if not scaled_loss.requires_grad:
             return
         scaled_loss.register_hook(self._begin_pass)  # type: ignore[no-untyped-call]
@@ -349,23 +194,23 @@ class BlockInspection:
         for prepared in block.prepared_optimizers:
             params = prepared.trained_params()
             trained += params
-            self._params += _sample(params)
+            self._params += some_of(params)
         if any(map(_has_hook, trained)):
-            self._mistakes.warn(Mistake.SCALED_HOOK)
-        self._hooks += _hooked(self._params, self._reach_own)
+            self._warn(Mistake.SCALED_HOOK)
+        self._hooks += hooked(self._params, self._reach_own)
         lenders, unowned = block.borrowable()
         own = {*map(id, trained), *map(id, unowned)}
         for lender in lenders:
             own.update(map(id, lender.trained_params()))
         others = [leaf for leaf in leaves_of(scaled_loss) if id(leaf) not in own]
-        self._hooks += _hooked(others, self._reach_other)
+        self._hooks += hooked(others, self._reach_other)
 
     @untraced
     def _begin_pass(self, _: Tensor) -> None:
         if self._ended:
             # After one inside, this may be the second backward pass of a double one.
             if self._pass_id is None and not self._has_stray:
-                self._mistakes.warn(Mistake.LATE_BACKWARD)
+                self._warn(Mistake.LATE_BACKWARD)
             return
         self._pass_id = backward_id()
         self._is_running = True
@@ -397,7 +242,7 @@ class BlockInspection:
         if self._ended:
             return
         self._ended = True
-        _remove(self._hooks)
+        remove(self._hooks)
         if self._has_stray:
             self.found = Mistake.SECOND_BACKWARD
             if self._pass_id is None:
@@ -412,19 +257,21 @@ class BlockInspection:
 # -- gradients of a few parameters ----------------------------------------------------------------
 
 
-def _hooked(params: Iterable[Tensor], hook: Callable[[Tensor], None]) -> Iterator[RemovableHandle]:
+def hooked(params: Iterable[Tensor], hook: Callable[[Tensor], None]) -> Iterator[RemovableHandle]:
     """Calls ``hook`` whenever autograd has added to the gradient of one of the parameters."""
     for param in params:
         if param.requires_grad:
             yield param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
+def remove(handles: list[RemovableHandle]) -> None:
+    """Removes hooks; idempotent."""
     while handles:
         handles.pop().remove()
 
 
-def _sample(params: Sequence[Tensor]) -> Sequence[Tensor]:
+def some_of(params: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns the parameters whose gradients are inspected."""
     return params[:: max(1, len(params) // _SAMPLED)]
 
 
@@ -469,9 +316,9 @@ def _averages(prepared: PreparedOptimizer) -> bool:
     return ranks.world_size() > 1 and not prepared.session.under_ddp
 
 
-def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:
+def find_mistake(prepared: PreparedOptimizer) -> Mistake | None:
     """Returns the mistake that gradients from before a block, or a step, show."""
-    origins = origins_of(_sample(prepared.trained_params()))
+    origins = origins_of(some_of(prepared.trained_params()))
     if Origin.OTHER in origins:
         return Mistake.FORGOTTEN_OPTIMIZER
     is_changed = origins == {Origin.CHANGED} and not _averages(prepared)
