@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -197,6 +198,57 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(on_two_ranks, level, poli
 
 def without_the_last_step(rank, level, policy, options):
     return train_sharded(*prepare_sharded(level, policy, **options), rank, range(STEPS - 1))
+
+
+def pretrain(rank, level):
+    """As torchtitan: weights made on the meta device, checkpointed blocks, a norm of shards."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(16, 8), *(Block() for _ in range(2)), nn.Linear(8, 16))
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for index in (1, 2):
+        model[index] = checkpoint_wrapper(model[index])
+        fully_shard(model[index], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
+    if level:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(2):
+            torch.manual_seed(8 * step + 2 * rank + part)
+            tokens, labels = torch.randint(16, (2, 3, 5)).unbind()
+            logits = model(tokens).flatten(0, 1).float()
+            loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / 60
+            loss.backward()
+            losses.append(loss.detach())
+        grads = [param.grad for param in model.parameters()]
+        norm = torch.nn.utils.get_total_norm(grads, foreach=True).full_tensor()
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm, foreach=True)
+        optimizer.step()
+        scheduler.step()
+    return losses, whole(model), [group["lr"] for group in optimizer.param_groups]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mix, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.mix(self.norm(x)).chunk(3, -1)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(mixed)
+
+
+def test_a_pretraining_loop_of_today_trains_bit_by_bit_as_without_amp(on_two_ranks):
+    assert same(on_two_ranks(pretrain, "O0"), on_two_ranks(pretrain, None))
 
 
 CASES = [("O0", "bf16"), ("O0", "fp16"), ("O1", "fp32"), ("O4", "fp32")]

@@ -305,8 +305,8 @@ def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool 
 
     Args:
         pairs: The parameters and masters.
-        before_step: Whether a step follows. Before the first one of several ranks, masters lose the
-            low bits from before conversion.
+        before_step: Whether a step follows, which writes the masters. Before the first one of
+            several ranks, masters lose the low bits from before conversion.
     """
     any_moved = False
     trained = MasterState.TRAINED  # each look-up of an Enum's member takes 0.1 us
@@ -325,13 +325,9 @@ def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool 
                 pair._storage = model.detach()
                 if pair.master._version == pair._master_version:
                     _update_master(pair, before_step=before_step)
+            if before_step:  # which may run torch's fused kernels: they count no writes
+                pair._master_version = _WRITTEN
     return any_moved
-
-
-def expect_writes(pairs: Iterable[MasterPair]) -> None:
-    """Counts masters as written: torch's fused kernels, which a step may run, count no writes."""
-    for pair in pairs:
-        pair._master_version = _WRITTEN
 
 
 def _update_master(pair: MasterPair, *, before_step: bool) -> None:

@@ -224,7 +224,9 @@ if sys.platform != "win32":
 
 def devices_of_sessions() -> list[str]:
     """Returns the device types with casts of a session; none inside a block of the script."""
-    return devices_on() if autocast_depth() == _here.depth else []
+    if not _here.specs or autocast_depth() != _here.depth:
+        return []
+    return devices_on()
 
 
 # -- steps of optimizers that amp has not prepared -------------------------------------------------

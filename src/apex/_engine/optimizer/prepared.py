@@ -316,7 +316,8 @@ class PreparedOptimizer:
         Raises:
             RuntimeError: If there is a closure, and the loss scale is dynamic.
         """
-        self._check_captured()
+        if self._captured is not None:
+            self._check_captured()
         if not self.steps:
             self.session.check_shards()
         self.session.observer.step_begins(self)
@@ -327,8 +328,8 @@ class PreparedOptimizer:
             self._check_closure()
         self.settle_overflow(takes=True)
         self.update_masters(before_step=True)
-        masters.expect_writes(self.pairs)
         uncast = ambient.UncastBlock()
+        optimizer: Any = self.optimizer
         overrides: AbstractContextManager[Any] = nullcontext()
         blocks: BlockStep | None = None
         self.steps += 1
@@ -337,9 +338,9 @@ class PreparedOptimizer:
             if closure is not None:
                 run = functools.partial(run, self._evaluation(uncast.with_casts(closure)))
             elif self.pairs:
-                overrides, blocks = self._show_grads()
+                overrides, blocks = self._show_grads(optimizer)
             with uncast, overrides:
-                result, skipped = self._run_unless_overflow(run)
+                result, skipped = self._run_unless_overflow(optimizer, run)
         except RuntimeError as error:
             if self.pairs and "been used in the graph" in str(error):
                 error.args = (f"{error}\n{_SECOND_ORDER}",)
@@ -357,7 +358,7 @@ class PreparedOptimizer:
         return result
 
     @untraced_frame
-    def _show_grads(self) -> tuple[AbstractContextManager[Any], BlockStep | None]:
+    def _show_grads(self, optimizer: Any) -> tuple[AbstractContextManager[Any], BlockStep | None]:
         """Makes the masters' gradients fp32, by blocks in the step itself where that saves memory.
 
         Returns the context of the step.
@@ -365,7 +366,6 @@ class PreparedOptimizer:
         if is_compiling_here():
             masters.widen_grads(self.pairs)
             return masters.shown(self.pairs), None
-        optimizer: Any = self.optimizer
         blocks = block_step.begin(optimizer, self.pairs)
         if blocks is None:
             masters.widen_grads(self.pairs)
@@ -375,12 +375,13 @@ class PreparedOptimizer:
         return nullcontext(), blocks
 
     @untraced_frame
-    def _run_unless_overflow(self, run: Callable[..., Any]) -> tuple[Any, Tensor | bool]:
+    def _run_unless_overflow(
+        self, optimizer: Any, run: Callable[..., Any]
+    ) -> tuple[Any, Tensor | bool]:
         """Returns the step's result, and whether it was skipped: known here, or by the device."""
         flag = self.overflow.pending
         if flag is None:
             return run(), False
-        optimizer: Any = self.optimizer
         if not skips_in_kernel(optimizer, flag):
             skipped = self.must_skip()
             result = None if skipped else run()
@@ -436,8 +437,6 @@ class PreparedOptimizer:
         Raises:
             RuntimeError: If the gradients were cleared, so that a replay would train nothing.
         """
-        if self._captured is None:
-            return
         if capturing(self.params()[0].device):
             self._captured = None
         elif not self.has_grads():
