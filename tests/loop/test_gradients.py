@@ -299,6 +299,29 @@ def test_a_block_unscales_whatever_its_pass_reaches(level, stepper, sessions):
         assert stepped == pytest.approx(1.0 - 0.1 * (total + 1.0), rel=1e-3)
 
 
+@pytest.mark.parametrize("delays", [False, True])
+@pytest.mark.parametrize("loss_id", [0, 1])
+@pytest.mark.parametrize("level", ["O1 dynamic", "O2", "O2 dynamic"])
+def test_a_block_may_reach_what_a_delayed_one_left_scaled(level, loss_id, delays):
+    """An encoder of two heads' losses, each with its own scale; nothing is said."""
+    encoder, head = loops.Weights(), loops.Weights()
+    first, second = loops.sgd(encoder.parameters()), loops.sgd(head.parameters())
+    options = OPTIONS[level] | {"verbosity": 0, "opt_level": level[:2]}
+    amp.initialize([encoder, head], [first, second], num_losses=2, **options)
+    amp._amp_state.loss_scalers[1]._loss_scale = 2.0**5
+    for _ in range(2):
+        loops.scaled_backward(encoder(a=1.0, b=2.0), first, delay_unscale=True)
+        loss = encoder(a=2.0, b=4.0) + head(a=1.0, b=3.0)
+        loops.scaled_backward(loss, second, loss_id=loss_id, delay_unscale=delays)
+        loops.scaled_backward(encoder(a=4.0, b=8.0), first)
+        first.step()
+        second.step()
+        grads = [p.grad[0].item() for p in [*encoder.parameters(), *head.parameters()]]
+        assert grads == [7.0, 14.0, 1.0, 3.0]
+        first.zero_grad()
+        second.zero_grad()
+
+
 @pytest.mark.parametrize("cleared", ["", "optimizer", "model", "none", "zeros"])
 @pytest.mark.parametrize("level", ["O1 dynamic", "O2 dynamic"])
 def test_an_overflow_in_what_others_step_skips_their_step_unless_it_is_cleared(level, cleared):

@@ -329,8 +329,8 @@ def test_an_exception_in_the_second_of_two_delayed_passes_leaves_the_first_to_th
     pairs = [loops.prepared(level, loss_scale=8.0) for _ in range(2)]
     for pair in pairs:
         loops.backward(*pair, *loops.batch(), delay_unscale=True)
-    with pytest.warns(match=r"An exception ended"):
-        fail(*pairs[0], early=True, delay_unscale=True)
-    for _, optimizer in pairs:
-        optimizer.step()
+        if pair is pairs[0]:
+            with pytest.warns(match=r"An exception ended"):
+                fail(*pair, early=True, delay_unscale=True)
+        pair[1].step()
     assert loops.same(*(loops.masters(optimizer) for _, optimizer in pairs))

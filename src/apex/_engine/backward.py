@@ -30,7 +30,9 @@ from apex._engine.masters import remove_grads
 from apex._engine.optimizer.prepared import (
     PreparedOptimizer,
     grads_of,
+    optimizers_of,
     reachable,
+    sessions_beside,
     unscale_grads,
     with_sharers,
 )
@@ -164,10 +166,29 @@ class BackwardPass:
             return [], []
         return reachable(self.session, self.prepared_optimizers)
 
+    def delayed_others(self) -> list[tuple[PreparedOptimizer, BackwardPass]]:
+        """Returns other optimizers that the pass may reach, with the delayed pass of each."""
+        others: list[tuple[PreparedOptimizer, BackwardPass]] = []
+        if not self.prepared_optimizers:  # the loss is only scaled
+            return others
+        for session in sessions_beside(self.session):
+            for prepared in optimizers_of(session):
+                delayed = prepared.unfinished_pass
+                if prepared in self.prepared_optimizers or not isinstance(delayed, BackwardPass):
+                    continue
+                if not delayed.is_open:
+                    others.append((prepared, delayed))
+        return others
+
+    def has_scale_of(self, delayed: BackwardPass) -> bool:
+        """Returns whether the pass may add to the scaled gradients of a delayed one."""
+        return delayed.scaler is self.scaler and delayed._scale_version == self.scaler.version
+
     def _continue_or_finish_delayed(self) -> None:
         """Unscales gradients that earlier passes left scaled, unless this pass continues them.
 
-        A pass continues an earlier one that has the same scale and the same optimizers.
+        A pass continues an earlier one that has the same scale and the same optimizers. Of other
+        optimizers that it may reach, gradients stay scaled if their scale is the same.
         """
         for prepared in self.prepared_optimizers:
             delayed = prepared.unfinished_pass
@@ -182,12 +203,14 @@ class BackwardPass:
                     "optimizer. Close the first block before the second, or add up the losses in "
                     "one."
                 )
-            has_same_scale = (
-                delayed.scaler is self.scaler and delayed._scale_version == self.scaler.version
-            )
+            has_same_scale = self.has_scale_of(delayed)
             if has_same_scale and {*delayed.prepared_optimizers} == {*self.prepared_optimizers}:
                 self._continued = delayed
             else:
+                delayed.finish()
+        for prepared, delayed in self.delayed_others():
+            # Gradients that ranks have yet to share stay where the wrapper adds to them.
+            if not prepared.session.wrappers and not self.has_scale_of(delayed):
                 delayed.finish()
 
     def _make_room(self) -> None:

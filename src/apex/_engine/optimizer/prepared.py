@@ -480,6 +480,11 @@ def optimizers_of(session: Session) -> list[PreparedOptimizer]:
     return [m for m in session.members if isinstance(m, PreparedOptimizer) and m.is_live]
 
 
+def sessions_beside(session: Session) -> list[Session]:
+    """Returns a session and the live ones of its thread, whose gradients its passes may reach."""
+    return [other for other in Session.live if other is session or other.thread == session.thread]
+
+
 def with_sharers(prepared_optimizers: Sequence[PreparedOptimizer]) -> list[PreparedOptimizer]:
     """Returns optimizers, followed by all that share parameters with them, in any session.
 
@@ -505,14 +510,12 @@ def reachable(
     """Returns what a pass of ``own`` optimizers may reach beside their parameters.
 
     These are optimizers without an unfinished pass whose ranks share gradients now, and the
-    parameters that no optimizer steps. Sessions of other threads are left alone.
+    parameters that no optimizer steps.
     """
     lenders: list[PreparedOptimizer] = []
     others: dict[int, nn.Parameter] = {}
     stepped: set[int] = set()
-    for other in Session.live:
-        if other is not session and other.thread != session.thread:
-            continue
+    for other in sessions_beside(session):
         for model in other.models:
             for _, param in named_parameters(model):
                 others[id(param)] = param

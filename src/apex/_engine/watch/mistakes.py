@@ -191,7 +191,11 @@ class BlockInspection:
             return
         scaled_loss.register_hook(self._begin_pass)  # type: ignore[no-untyped-call]
         trained: list[Tensor] = []
-        for prepared in block.prepared_optimizers:
+        optimizers = [*block.prepared_optimizers]
+        for prepared, delayed in block.delayed_others():
+            if block.has_scale_of(delayed):
+                optimizers.append(prepared)
+        for prepared in optimizers:
             params = prepared.trained_params()
             trained += params
             self._params += some_of(params)
