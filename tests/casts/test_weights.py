@@ -481,6 +481,29 @@ def test_functions_of_a_script_share_casts_in_a_block_of_autocast(function, leve
         assert kept_in_a_loop(step, layer) == kept > 0
 
 
+def print_bytes_kept(kind):
+    """Prints what a loop of the script keeps with a weight of its own, or of a list of modules."""
+    weight = nn.Parameter(torch.eye(8))
+    model, held = nn.Linear(4, 4), nn.ModuleList()
+    held.weight = weight
+    optimizer = torch.optim.SGD([*model.parameters(), weight], lr=0.1)
+    models = [model, held] if kind == "list" else [model]
+    step = lambda _, x: torch.tanh(F.linear(x, weight))  # noqa: E731
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+        wanted = kept_in_a_loop(step, model)
+    amp.initialize(models, optimizer, opt_level="O4", verbosity=0)
+    print(kept_in_a_loop(step, model), wanted)
+
+
+@pytest.mark.parametrize("kind", ["own", "list"])
+def test_a_weight_that_no_model_s_forward_uses_is_cast_once(kind):
+    """In a process of its own, as our kernels stay."""
+    code = f"from tests.casts.test_weights import print_bytes_kept as f; f({kind!r})"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    kept, wanted = subprocess.check_output(command, text=True).split()
+    assert kept == wanted
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", LOW)
 def test_a_replay_casts_the_weights_of_its_time(level):

@@ -11,7 +11,6 @@ from torch import nn
 from apex._core.op_table import AutocastSpec, OpTable
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine.autocast.region import AutocastRegion
 from apex._engine.prepare import begin
 from apex._engine.session import Maker, Session
 from apex._engine.watch import Watch
@@ -67,9 +66,7 @@ def start_init_session(
     session = new_session(
         to_policy(properties), ScaleRule(max_scale=2.0**24), made_by="init", table=table
     )
-    begin(session)
-    if isinstance(session.region, AutocastRegion):
-        session.region.cast_all()  # it has no models, in whose forward passes torch's share casts
+    begin(session, used_by_script=True)
     return session
 
 
