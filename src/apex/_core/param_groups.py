@@ -171,9 +171,7 @@ def match_states(optimizers: Sequence[Optimizer], before: Iterable[torch.dtype])
         optimizers: Optimizers whose parameters were converted, or exchanged for masters.
         before: Their :func:`dtypes_of` before that.
     """
-    params: list[Tensor] = []
-    for optimizer in optimizers:
-        params += params_of(optimizer)
+    params = [param for optimizer in optimizers for param in params_of(optimizer)]
     old_dtypes = dict(zip(map(id, params), before, strict=True))
     for optimizer in optimizers:
         for part in optimizers_in(optimizer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
@@ -68,10 +69,10 @@ def cast(leaf: T, dtype: torch.dtype) -> T:
     not castable (integer, complex, ...) unchanged.
     """
     if not isinstance(leaf, Tensor):
-        return converted(leaf, dtype)
+        return converted(leaf, dtype)  # type: ignore[no-any-return]
     if leaf.dtype is dtype or leaf.dtype not in CASTABLE:
         return leaf
-    return leaf.to(dtype)
+    return leaf.to(dtype)  # type: ignore[return-value]
 
 
 def cast_tensors(obj: T, dtype: torch.dtype, *, objects: bool = True) -> T:
@@ -80,9 +81,8 @@ def cast_tensors(obj: T, dtype: torch.dtype, *, objects: bool = True) -> T:
     Without ``objects``, those with a ``to`` method stay as they are. See :func:`map_leaves` for
     what is preserved.
     """
-    walk: Any = map_leaves if objects else map_tensors
-    cast_obj: T = walk(lambda leaf: cast(leaf, dtype), obj)
-    return cast_obj
+    walk = map_leaves if objects else map_tensors
+    return walk(functools.partial(cast, dtype=dtype), obj)
 
 
 def cast_arguments(
@@ -97,12 +97,14 @@ def cast_arguments(
 
     ``skip`` holds positions and names of arguments that stay as they are.
     """
-
-    def cast_at(key: int | str, arg: Any) -> Any:
-        return arg if key in skip else cast_tensors(arg, dtype, objects=objects)
-
-    cast_args = [cast_at(at, arg) for at, arg in enumerate(args)]
-    cast_kwargs = {name: cast_at(name, arg) for name, arg in kwargs.items()}
+    cast_args = [*args]
+    for at, arg in enumerate(args):
+        if at not in skip:
+            cast_args[at] = cast_tensors(arg, dtype, objects=objects)
+    cast_kwargs = {**kwargs}
+    for name, arg in kwargs.items():
+        if name not in skip:
+            cast_kwargs[name] = cast_tensors(arg, dtype, objects=objects)
     return tuple(cast_args), cast_kwargs
 
 

@@ -35,13 +35,17 @@ _LISTS: dict[str, tuple[Category, Kind | None]] = {
 """The category of each list's operators, and the kind of its Python functions."""
 
 
-def op_table(dtype: torch.dtype) -> OpTable:
+def casts(dtype: torch.dtype) -> tuple[OpTable, list[tuple[Any, str, Kind]]]:
     """Returns the op table of a low-precision dtype, with the user's changes to the lists.
+
+    Also returns module, name and kind of each added name that is a Python function of torch. Those
+    have no operator, and are cast as the user's registered functions are.
 
     Raises:
         ValueError: If torch has no function of an added name.
     """
     table = OpTable.default().for_dtype(dtype)
+    functions = []
     now = _names()
     for namespace, _, name in _ORIGINAL - now:
         table = table.without(namespace, name)
@@ -49,20 +53,9 @@ def op_table(dtype: torch.dtype) -> OpTable:
         category, kind = _LISTS[listed]
         if kind is None or operators(namespace, name):
             table = table.with_(namespace, name, category)
-    return table
-
-
-def python_functions() -> list[tuple[Any, str, Kind]]:
-    """Returns module, name and kind of each added name that is a Python function of torch.
-
-    Those have no operator, and are cast as the user's registered functions are.
-    """
-    functions = []
-    for namespace, listed, name in sorted(_names() - _ORIGINAL):
-        kind = _LISTS[listed][1]
-        if kind is not None and not operators(namespace, name):
+        else:
             functions.append((_MODULES[namespace].MODULE, name, kind))
-    return functions
+    return table, functions
 
 
 def _names() -> set[tuple[str, str, str]]:
