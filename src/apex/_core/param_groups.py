@@ -97,9 +97,8 @@ class _Exchange:
         """
         if not isinstance(item, nn.Module | SimpleNamespace):
             return self._of(item)
-        named = {name: value for name, value in vars(item).items() if name in names}
-        if isinstance(item, nn.Module):
-            named = {name: value for name, value in item._parameters.items() if name in names}
+        known = item._parameters if isinstance(item, nn.Module) else vars(item)
+        named = {name: value for name, value in known.items() if name in names}
         new = {name: self._of(param) for name, param in named.items()}
         return item if _are_same(new.values(), named.values()) else SimpleNamespace(**new)
 

@@ -43,9 +43,9 @@ def unwrapped(optimizers: Any) -> list[Optimizer]:
     Raises:
         TypeError: If one is not an optimizer.
     """
-    if not isinstance(optimizers, list | tuple):
-        optimizers = [optimizers]
-    return [*map(unwrap, optimizers)]
+    # isinstance would ask a prepared optimizer for the class that it shows, in each block.
+    is_sequence = issubclass(type(optimizers), list | tuple)
+    return [*map(unwrap, optimizers if is_sequence else [optimizers])]
 
 
 def _inside(optimizer: Any) -> Optimizer | None:
