@@ -63,13 +63,13 @@ def tensors(obj: object) -> list[Tensor]:
 
 
 def cast(leaf: T, dtype: torch.dtype) -> T:
-    """Returns a tensor in ``dtype``, or another object with a ``to`` as :func:`converted`.
+    """Returns a tensor in ``dtype``, or another object with a ``to`` as :func:`_converted`.
 
     Returns the same object if there is nothing to cast. Differentiable. Returns tensors that are
     not castable (integer, complex, ...) unchanged.
     """
     if not isinstance(leaf, Tensor):
-        return converted(leaf, dtype)  # type: ignore[no-any-return]
+        return _converted(leaf, dtype)  # type: ignore[no-any-return]
     if leaf.dtype is dtype or leaf.dtype not in CASTABLE:
         return leaf
     return leaf.to(dtype)  # type: ignore[return-value]
@@ -108,7 +108,7 @@ def cast_arguments(
     return tuple(cast_args), cast_kwargs
 
 
-def converted(obj: Any, dtype: torch.dtype) -> Any:
+def _converted(obj: Any, dtype: torch.dtype) -> Any:
     """Returns ``obj.to(dtype)``, in which only floating-point tensors are cast.
 
     Works on a shallow copy, since some ``to`` methods change the object. Returns the object itself
@@ -126,9 +126,9 @@ def converted(obj: Any, dtype: torch.dtype) -> Any:
     try:
         with floating_only:
             result = copied.to(dtype)
-    except Exception as error:  # whatever the class raises for an argument that it does not know
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - whatever the class raises for an argument it does not know
         return obj
     if not floating_only.has_changed:
         return obj
