@@ -67,8 +67,9 @@ class AmpState:
     def current(self) -> Session | None:
         """Returns the newest session of ``initialize``, or else of ``init``, if any."""
         sessions = self.sessions()
-        sessions = [each for each in sessions if each.made_by == "initialize"] or sessions
-        return sessions[-1] if sessions else None
+        initialized = [session for session in sessions if session.made_by == "initialize"]
+        preferred = initialized or sessions
+        return preferred[-1] if preferred else None
 
     @property
     def initialized(self) -> bool:

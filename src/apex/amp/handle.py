@@ -279,9 +279,9 @@ def session_of(
     session: Session | None = None
     if None not in prepared_optimizers:
         owners = [prepared.session for prepared in prepared_optimizers if prepared is not None]
-        for live in Session.live:
-            if live in owners:
-                session = live
+        for candidate in Session.live:  # oldest first
+            if candidate in owners:
+                session = candidate
         # As in apex, a deactivated handle uses the scalers of the latest call.
         if session is None or isinstance(session.region, AmbientRegion):
             session = _amp_state.current() or session
