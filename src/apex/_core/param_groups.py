@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,12 +80,8 @@ class _Exchange:
         if id(value) in self._seen:
             return value
         self._seen.add(id(value))
-        if isinstance(value, MutableMapping):
-            self._in_container(value, [*value.items()], value.update)
-        elif isinstance(value, list | deque):
-            self._in_container(value, [*value], value.extend)
-        elif isinstance(value, set):
-            self._in_container(value, [*value], value.update)
+        if isinstance(value, list | deque | set | MutableMapping):
+            self._in_container(value)
         elif isinstance(value, Optimizer) or self._is_own(value):
             self.in_attributes(value)
         return value
@@ -102,9 +98,9 @@ class _Exchange:
         new = {name: self._of(param) for name, param in named.items()}
         return item if _are_same(new.values(), named.values()) else SimpleNamespace(**new)
 
-    def _in_container(
-        self, container: Any, items: list[Any], refill: Callable[[list[Any]], None]
-    ) -> None:
+    def _in_container(self, container: Any) -> None:
+        is_mapping = isinstance(container, MutableMapping)
+        items = [*container.items()] if is_mapping else [*container]
         changed = [*map(self._of, items)]
         is_same = _are_same(changed, items)
         if isinstance(container, list):
@@ -112,6 +108,7 @@ class _Exchange:
                 container[:] = changed
         elif not is_same or any(isinstance(key, Tensor) for key in container):
             container.clear()
+            refill = container.extend if isinstance(container, deque) else container.update
             refill(changed)
 
     def _is_own(self, value: object) -> bool:
