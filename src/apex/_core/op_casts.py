@@ -59,7 +59,7 @@ def cast_operands(
         case "promote":
             dtype = widest(dtypes)
         case "destination":
-            result: Tensor = kwargs.get("out", args[0])
+            result: Tensor = kwargs["out"] if "out" in kwargs else args[0]
             dtype = result.dtype
         case "fp32_inplace":
             if args[0].dtype in LOW_PRECISION:
