@@ -75,14 +75,12 @@ def cast(leaf: T, dtype: torch.dtype) -> T:
     return leaf.to(dtype)  # type: ignore[return-value]
 
 
-def cast_tensors(obj: T, dtype: torch.dtype, *, objects: bool = True) -> T:
+def cast_tensors(obj: T, dtype: torch.dtype) -> T:
     """Returns ``obj`` with every floating-point tensor in ``dtype``, in any nesting.
 
-    Without ``objects``, those with a ``to`` method stay as they are. See :func:`map_leaves` for
-    what is preserved.
+    See :func:`map_leaves` for what is preserved.
     """
-    walk = map_leaves if objects else map_tensors
-    return walk(functools.partial(cast, dtype=dtype), obj)
+    return map_leaves(functools.partial(cast, dtype=dtype), obj)
 
 
 def cast_arguments(
@@ -95,16 +93,19 @@ def cast_arguments(
 ) -> Call:
     """Returns a call's arguments as :func:`cast_tensors` does.
 
-    ``skip`` holds positions and names of arguments that stay as they are.
+    Without ``objects``, those with a ``to`` method stay as they are, and so do the arguments whose
+    positions and names ``skip`` holds.
     """
+    walk = map_leaves if objects else map_tensors
+    cast_leaf = functools.partial(cast, dtype=dtype)
     cast_args = [*args]
     for at, arg in enumerate(args):
         if at not in skip:
-            cast_args[at] = cast_tensors(arg, dtype, objects=objects)
+            cast_args[at] = walk(cast_leaf, arg)
     cast_kwargs = {**kwargs}
     for name, arg in kwargs.items():
         if name not in skip:
-            cast_kwargs[name] = cast_tensors(arg, dtype, objects=objects)
+            cast_kwargs[name] = walk(cast_leaf, arg)
     return tuple(cast_args), cast_kwargs
 
 
