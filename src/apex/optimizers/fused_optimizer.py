@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from apex._core.arguments import flag, in_range, parameters
-from apex._core.dtypes import is_low_precision
-from apex._core.foreach.working import math_dtype, scale_
+from apex._core.dtypes import is_low_precision, math_dtype
 from apex._core.param_groups import states_in
 from apex._optimizer_rules.adam import AdamRule
 from apex._optimizer_rules.scalars import Scalar, skip_flag
+from apex._optimizer_rules.working import scale_
 from apex._torch.copies import as_scalar, as_tensor, capturing, moved
 
 MASTER = "master_param"

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._core import tree
-from apex._core.foreach.working import shared_layout
+from apex._core.foreach.layouts import shared_layout
 from apex._engine import masters
 from apex._engine.masters import MasterPair
 from apex._engine.optimizer.fused import reads_gradients_in_kernels
