@@ -22,8 +22,8 @@ def is_trained(param: nn.Parameter) -> bool:
     return param.requires_grad or param.grad is not None
 
 
-def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Returns the parameters of all groups, in order; none of an optimizer without groups."""
+def params_of(optimizer: Optimizer | None) -> list[nn.Parameter]:
+    """Returns the parameters of all groups, in order; none without groups, or an optimizer."""
     params: list[nn.Parameter] = []
     for group in getattr(optimizer, "param_groups", ()):
         params += group["params"]
