@@ -57,15 +57,15 @@ class Batch:
     x: torch.Tensor
 
 
+PACKED = [
+    (Batch, lambda batch: batch.x),
+    (lambda x: UserDict(x=x), lambda batch: batch["x"]),
+    (lambda x: deque([x]), lambda batch: batch[0]),
+]
+
+
 @LEVELS
-@pytest.mark.parametrize(
-    ("pack", "unpack"),
-    [
-        (Batch, lambda batch: batch.x),
-        (lambda x: UserDict(x=x), lambda batch: batch["x"]),
-        (lambda x: deque([x]), lambda batch: batch[0]),
-    ],
-)
+@pytest.mark.parametrize(("pack", "unpack"), PACKED)
 def test_float64_in_any_container_meets_fp32_weights(level, low, pack, unpack):
     model = make_model(level, nn.Linear(4, 4), lambda layer, batch: layer(unpack(batch)))
     assert model(pack(torch.ones(2, 4, dtype=FP64))).dtype is low

@@ -40,13 +40,13 @@ def test_dtype_argument_is_honoured(region, low, device, asked):
         assert region.run(fn, x, 1, dtype=asked).dtype is (asked or torch.float32)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        *(torch.pinverse, torch.linalg.pinv, torch.matrix_exp, torch.linalg.matrix_exp),
-        *(torch.cov, torch.corrcoef),
-    ],
-)
+OF_PRODUCTS = [
+    *(torch.pinverse, torch.linalg.pinv, torch.matrix_exp, torch.linalg.matrix_exp),
+    *(torch.cov, torch.corrcoef),
+]
+
+
+@pytest.mark.parametrize("function", OF_PRODUCTS)
 def test_functions_made_of_matrix_products_are_fp32_with_their_gradients(
     region, low, device, function
 ):

@@ -51,13 +51,13 @@ def test_an_optimizer_in_python_steps_after_replays_and_skips_overflows(level):
     assert loops.same(after, loops.masters(optimizer))
 
 
-@pytest.mark.parametrize(
-    ("level", "make_optimizer", "message"),
-    [
-        ("O2", loops.sgd, "step of SGD, which asks on the host"),
-        ("O5", FusedAdam, "a step whose count is on the host"),
-    ],
-)
+ASKING = [
+    ("O2", loops.sgd, "step of SGD, which asks on the host"),
+    ("O5", FusedAdam, "a step whose count is on the host"),
+]
+
+
+@pytest.mark.parametrize(("level", "make_optimizer", "message"), ASKING)
 def test_a_step_that_asks_the_host_is_refused_under_capture(level, make_optimizer, message):
     model, optimizer = loops.prepared(level, make_optimizer, loops.net().cuda())
     x, y = (tensor.cuda() for tensor in loops.batch())

@@ -198,14 +198,14 @@ def overflowed(level, forgets, make_optimizer=loops.sgd):
     return nets[0], first
 
 
-@pytest.mark.parametrize(
-    ("forgets", "name"),
-    [
-        ("another's pass", "SGD"),
-        ("another's pass", "fused AdamW"),
-        ("a step that raised", "fused AdamW"),
-    ],
-)
+FORGETTING = [
+    ("another's pass", "SGD"),
+    ("another's pass", "fused AdamW"),
+    ("a step that raised", "fused AdamW"),
+]
+
+
+@pytest.mark.parametrize(("forgets", "name"), FORGETTING)
 @levels
 def test_an_overflow_is_remembered_until_a_step(level, forgets, name):
     model, optimizer = overflowed(level, forgets, loops.OPTIMIZERS[name])

@@ -118,22 +118,22 @@ def assert_warns_once(level, lines, message, optimizer="SGD", **options):
     assert re.search(message, found)
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (UNSCALED, NOT_FROM_SCALED),
-        (LATE_BACKWARD, LATE),
-        (CLIPPED_INSIDE, CLIPPED),
-        ("clear delay scaled clip_values end clear", CLIPPED),
-        ("clear scale scaled clip_masters end step", CLIPPED),
-        ("clear delay scaled end clip_masters step", DELAYED),
-        ("clear delay scaled end clip step", DELAYED),
-        ("clear delay scaled end clip scale scaled end step", DELAYED),
-        ("clear scale scaled plain end step", SECOND),
-        (WITHOUT_AMP, PLAIN),
-        ("step_closure", PLAIN),
-    ],
-)
+MISTAKES = [
+    (UNSCALED, NOT_FROM_SCALED),
+    (LATE_BACKWARD, LATE),
+    (CLIPPED_INSIDE, CLIPPED),
+    ("clear delay scaled clip_values end clear", CLIPPED),
+    ("clear scale scaled clip_masters end step", CLIPPED),
+    ("clear delay scaled end clip_masters step", DELAYED),
+    ("clear delay scaled end clip step", DELAYED),
+    ("clear delay scaled end clip scale scaled end step", DELAYED),
+    ("clear scale scaled plain end step", SECOND),
+    (WITHOUT_AMP, PLAIN),
+    ("step_closure", PLAIN),
+]
+
+
+@pytest.mark.parametrize(("lines", "message"), MISTAKES)
 @fp16
 def test_a_mistake_of_fp16_levels_is_warned_of_once(level, lines, message):
     if lines != "step_closure":  # a dynamic scale refuses closures
@@ -141,15 +141,15 @@ def test_a_mistake_of_fp16_levels_is_warned_of_once(level, lines, message):
     assert_warns_once(level, lines, message, loss_scale=128.0)
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        "clear step scale scaled end",
-        "clear scale end step",
-        "clear scale scaled clear end step",
-        "scale_copy scaled end step",
-    ],
-)
+EMPTY_STEPS = [
+    "clear step scale scaled end",
+    "clear scale end step",
+    "clear scale scaled clear end step",
+    "scale_copy scaled end step",
+]
+
+
+@pytest.mark.parametrize("lines", EMPTY_STEPS)
 @levels
 def test_a_step_before_any_backward_pass_is_warned_of(level, lines):
     assert_warns_once(level, lines, EMPTY)
@@ -331,18 +331,18 @@ def test_torch_s_grad_scaler_around_scale_loss_steps_alike_and_is_warned_of(leve
 # -- what is no mistake ----------------------------------------------------------------------
 
 
+FINE_AT_1 = [
+    UNSCALED,
+    LATE_BACKWARD,
+    CLIPPED_INSIDE,
+    WITHOUT_AMP,
+    "step_closure",
+    "scale scaled end step zero",
+]
+
+
 @pytest.mark.parametrize("level", ["O4", "O5"])
-@pytest.mark.parametrize(
-    "lines",
-    [
-        UNSCALED,
-        LATE_BACKWARD,
-        CLIPPED_INSIDE,
-        WITHOUT_AMP,
-        "step_closure",
-        "scale scaled end step zero",
-    ],
-)
+@pytest.mark.parametrize("lines", FINE_AT_1)
 def test_the_same_at_a_scale_of_1_is_no_mistake(level, lines):
     run_iterations(lines, loops.prepared(level))
 

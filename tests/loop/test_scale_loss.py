@@ -297,18 +297,18 @@ def test_an_optimizer_that_amp_has_not_prepared_is_refused_with_the_call(level):
 ONE = torch.ones(())
 
 
-@pytest.mark.parametrize(
-    ("error", "loss", "options", "words"),
-    [
-        (TypeError, 1.0, {}, "loss of type float; it must be a tensor"),
-        (TypeError, [ONE], {}, "loss of type list; it must be a tensor"),
-        (TypeError, ONE.long(), {}, "dtype torch.int64; it must have"),
-        (TypeError, ONE.cfloat(), {}, "a real floating-point dtype"),
-        (IndexError, ONE, {"loss_id": 2}, r"2, but .* num_losses=2\. .* num_losses=3 to amp\."),
-        (IndexError, ONE, {"loss_id": -3}, r"-3, but .* num_losses=2\. .* num_losses=3 to amp\."),
-        (TypeError, ONE, {"optimizers": nn.Linear(1, 1)}, "got Linear instead of an optimizer"),
-    ],
-)
+BAD_ARGUMENTS = [
+    (TypeError, 1.0, {}, "loss of type float; it must be a tensor"),
+    (TypeError, [ONE], {}, "loss of type list; it must be a tensor"),
+    (TypeError, ONE.long(), {}, "dtype torch.int64; it must have"),
+    (TypeError, ONE.cfloat(), {}, "a real floating-point dtype"),
+    (IndexError, ONE, {"loss_id": 2}, r"2, but .* num_losses=2\. .* num_losses=3 to amp\."),
+    (IndexError, ONE, {"loss_id": -3}, r"-3, but .* num_losses=2\. .* num_losses=3 to amp\."),
+    (TypeError, ONE, {"optimizers": nn.Linear(1, 1)}, "got Linear instead of an optimizer"),
+]
+
+
+@pytest.mark.parametrize(("error", "loss", "options", "words"), BAD_ARGUMENTS)
 def test_bad_arguments_are_refused(error, loss, options, words):
     model, optimizer = loops.prepared("O2", num_losses=2)
     given = {"optimizers": optimizer, **options}

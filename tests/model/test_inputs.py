@@ -334,17 +334,17 @@ def test_without_it_the_input_is_rounded_and_whole_containers_may_be_named():
         converted(Echo(), fp32_inputs=["codes"])
 
 
-@pytest.mark.parametrize(
-    ("names", "level", "error", "words"),
-    [
-        (["time_step"], "O5", ValueError, r"'time_step'.*mean timestep"),
-        ("timestep", "O5", TypeError, r"fp32_inputs=\['timestep'\]"),
-        ([3], "O5", ValueError, "holds 3, which is no argument"),
-        (["other"], "O5", ValueError, "Known are scale, timestep, x"),
-        (["timestep"], "O1", ValueError, "O2, O3 or O5"),
-        (["timestep"], "O0", ValueError, "O2, O3 or O5"),
-    ],
-)
+WRONG_NAMES = [
+    (["time_step"], "O5", ValueError, r"'time_step'.*mean timestep"),
+    ("timestep", "O5", TypeError, r"fp32_inputs=\['timestep'\]"),
+    ([3], "O5", ValueError, "holds 3, which is no argument"),
+    (["other"], "O5", ValueError, "Known are scale, timestep, x"),
+    (["timestep"], "O1", ValueError, "O2, O3 or O5"),
+    (["timestep"], "O0", ValueError, "O2, O3 or O5"),
+]
+
+
+@pytest.mark.parametrize(("names", "level", "error", "words"), WRONG_NAMES)
 def test_wrong_names_are_refused_before_anything_changes(names, level, error, words):
     model = Timed()
     with pytest.raises(error, match=words):
@@ -447,14 +447,14 @@ def test_an_argument_that_is_written_in_vain_is_named_once(caplog, level, make, 
     assert "fp32_inputs=['cache']" in record.getMessage()
 
 
-@pytest.mark.parametrize(
-    ("level", "dtype", "options"),
-    [
-        *((level, torch.float32, {}) for level in ("O0", "O1", "O4")),
-        ("O5", LOW, {}),
-        ("O5", torch.float32, {"fp32_inputs": ["cache"]}),
-    ],
-)
+UNCAST = [
+    *((level, torch.float32, {}) for level in ("O0", "O1", "O4")),
+    ("O5", LOW, {}),
+    ("O5", torch.float32, {"fp32_inputs": ["cache"]}),
+]
+
+
+@pytest.mark.parametrize(("level", "dtype", "options"), UNCAST)
 def test_a_cache_that_is_not_cast_is_written_and_nothing_is_said(caplog, level, dtype, options):
     cache = torch.zeros(1, 2, dtype=dtype)
     converted(Caching(), level, **options)(torch.ones(1, 2), cache)

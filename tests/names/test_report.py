@@ -98,14 +98,14 @@ HALF = {"O1": {}, "O2": {}, "O5": {"cast_model_type": torch.float16}}
 BRAIN = {"O4": {}, "O5": {}, "O1": {"patch_torch_functions_type": torch.bfloat16}}
 
 
-@pytest.mark.parametrize(
-    ("names", "levels", "words"),
-    [
-        (("fp16",), HALF, SAID.format("fp16") + BF16),
-        (("fp16", "bf16"), HALF, SAID.format("fp16") + FP32),
-        (("fp16", "bf16"), BRAIN, SAID.format("bf16") + FP32),
-    ],
-)
+EMULATED = [
+    (("fp16",), HALF, SAID.format("fp16") + BF16),
+    (("fp16", "bf16"), HALF, SAID.format("fp16") + FP32),
+    (("fp16", "bf16"), BRAIN, SAID.format("bf16") + FP32),
+]
+
+
+@pytest.mark.parametrize(("names", "levels", "words"), EMULATED)
 def test_an_emulated_level_warns_once_at_the_callers_line(monkeypatch, names, levels, words):
     emulate(monkeypatch, *names)
     for level, options in levels.items():
