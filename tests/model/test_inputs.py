@@ -300,9 +300,8 @@ class Timed(nn.Module):
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 def test_a_named_input_arrives_exactly(level, by_name):
-    model = converted(
-        Timed(), level, fp32_modules=["embed"], fp32_inputs=("timestep",), cast_model_outputs=None
-    )
+    options = {"fp32_modules": ["embed"], "fp32_inputs": ("timestep",), "cast_model_outputs": None}
+    model = converted(Timed(), level, **options)
     times = torch.tensor([998.39, 937.5, 750.3])
     embedded = []
     model.embed.register_forward_hook(lambda module, args, output: embedded.append(args[0]))

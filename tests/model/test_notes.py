@@ -433,8 +433,7 @@ def test_copies_and_averages_of_them_are_not_named(caplog):
     twin, average = copy.deepcopy(model), AveragedModel(model)
     for _ in range(6):
         optimizer.zero_grad()
-        with amp.scale_loss(model(torch.ones(2, 4)).float().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(model(torch.ones(2, 4)).float().mean(), optimizer)
         optimizer.step()
         average.update_parameters(model)
         with torch.no_grad():
