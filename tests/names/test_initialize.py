@@ -18,22 +18,10 @@ from tests.support.ranks import fake_group
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 EMPTY = inspect.Parameter.empty
-ARGUMENTS = {
-    "models": EMPTY,
-    "optimizers": None,
-    "enabled": True,
-    "opt_level": "O1",
-    "cast_model_type": None,
-    "patch_torch_functions": None,
-    "keep_batchnorm_fp32": None,
-    "master_weights": None,
-    "loss_scale": None,
-    "cast_model_outputs": None,
-    "num_losses": 1,
-    "verbosity": 1,
-    "min_loss_scale": None,
-    "max_loss_scale": 2.0**24,
-}
+ARGUMENTS = {"models": EMPTY, "optimizers": None, "enabled": True, "opt_level": "O1"}
+ARGUMENTS |= dict.fromkeys(("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32"))
+ARGUMENTS |= dict.fromkeys(("master_weights", "loss_scale", "cast_model_outputs"))
+ARGUMENTS |= {"num_losses": 1, "verbosity": 1, "min_loss_scale": None, "max_loss_scale": 2.0**24}
 NAMES = (
     *("cast_model_type", "patch_torch_functions", "patch_torch_functions_type"),
     *("keep_batchnorm_fp32", "master_weights", "loss_scale"),
@@ -325,12 +313,8 @@ def test_bad_models_are_refused(level):
     refused(RuntimeError, words, loops.Net().to("meta"), level=level)
     words = "uninitialized parameter.*When using LazyModules Call `forward` with a dummy batch"
     refused(ValueError, words, nn.Sequential(nn.LazyLinear(2)), level=level)
-    refused(
-        ValueError,
-        "uninitialized parameter",
-        nn.Sequential(nn.LazyBatchNorm1d(affine=False)),
-        level=level,
-    )
+    lazy = nn.Sequential(nn.LazyBatchNorm1d(affine=False))
+    refused(ValueError, "uninitialized parameter", lazy, level=level)
     refused(ValueError, "same model twice. Pass each model once", [model, model], level=level)
     refused(TypeError, "got int instead of a model", [loops.Net(), 3], level=level)
     refused(TypeError, "got the class Linear instead of a model.*first", nn.Linear, level=level)

@@ -193,15 +193,9 @@ def test_groups_are_neighbouring_ranks():
 
 def test_a_wrapper_is_torchs_and_takes_options_without_a_meaning_today(alone):
     model = nn.Linear(2, 2)
-    wrapped = DistributedDataParallel(
-        model,
-        message_size=2**20,
-        allreduce_trigger_params=list(model.parameters()),
-        num_allreduce_streams=2,
-        allreduce_communicators=([None], [None]),
-        gradient_average_split_factor=2.0,
-        prof=True,
-    )
+    options = {"allreduce_trigger_params": list(model.parameters()), "num_allreduce_streams": 2}
+    options |= {"allreduce_communicators": ([None], [None]), "gradient_average_split_factor": 2.0}
+    wrapped = DistributedDataParallel(model, message_size=2**20, prof=True, **options)
     assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
     assert wrapped.bucket_bytes_cap == 4 * 2**20
     assert list(wrapped.state_dict()) == ["module.weight", "module.bias"]
