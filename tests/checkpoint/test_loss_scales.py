@@ -33,9 +33,8 @@ def test_an_entry_has_apexs_two_numbers_and_says_whether_the_scale_is_static(lev
     loops.train(model, optimizer, data=loops.small_batches(2))
     state = amp.state_dict()
     assert type(state) is OrderedDict
-    assert state == {
-        "loss_scaler0": entry(2.0**16, 2) if level in loops.DYNAMIC else static(1.0, 2)
-    }
+    expected = entry(2.0**16, 2) if level in loops.DYNAMIC else static(1.0, 2)
+    assert state == {"loss_scaler0": expected}
     assert [*map(type, state["loss_scaler0"].values())][:2] == [float, int]
     loaded = loops.saved_and_loaded(state, weights_only=True)
     loops.overflow(model, optimizer)
