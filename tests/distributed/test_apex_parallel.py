@@ -48,8 +48,7 @@ def joined_grads(factor=1.0):
 
 
 def assert_close(first, second, **tolerance):
-    for one, other in zip(first, second, strict=True):
-        torch.testing.assert_close(one, other, **(tolerance or TOLERANCE))
+    torch.testing.assert_close([*first], [*second], **(tolerance or TOLERANCE))
 
 
 # -- DistributedDataParallel ---------------------------------------------------------------------

@@ -9,11 +9,9 @@ from apex.integrations import scales
 from apex.parallel import LARC
 from tests.support import loops
 
+LIGHTNING = "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"
 MISSING = [
-    (
-        "lightning",
-        ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"),
-    ),
+    ("lightning", LIGHTNING),
     ("transformers", ("transformers",)),
     ("mmengine", ("mmengine.model", "mmengine.optim", "mmengine.registry")),
 ]
