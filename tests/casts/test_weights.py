@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
-from tests.support.loops import grads, in_a_thread, prepared, same
+from tests.support.loops import Body, grads, in_a_thread, prepared, same
 
 LOW = {"O1": torch.float16, "O4": torch.bfloat16}
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
@@ -377,14 +377,9 @@ class Product(nn.Linear):
         return x @ self.weight
 
 
-class Sums(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rows = nn.Embedding(8, 8)
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.linear(self.rows(torch.tensor([3])) + x)
+def sums():
+    parts = {"rows": nn.Embedding(8, 8), "linear": nn.Linear(8, 8)}
+    return Body(lambda self, x: self.linear(self.rows(torch.tensor([3])) + x), **parts)
 
 
 def tied():
@@ -405,7 +400,7 @@ STEPS = {
     "gru": (lambda: nn.GRUCell(8, 8), lambda m, x: m(x, x)),
     "lstm": (lambda: nn.LSTMCell(8, 8), lambda m, x: m(x)[0]),
     "rnn": (lambda: nn.RNNCell(8, 8), lambda m, x: m(x, x)),
-    "embedding": (Sums, lambda m, x: torch.tanh(m(x))),
+    "embedding": (sums, lambda m, x: torch.tanh(m(x))),
     "tied": (tied, lambda m, x: torch.tanh(m(x))),
     "parametrized": (lambda: weight_norm(nn.Linear(8, 8)), lambda m, x: torch.tanh(m(x))),
     "attention": (lambda: nn.MultiheadAttention(8, 2), lambda m, x: m(x, x, x)[0]),
