@@ -13,10 +13,7 @@ from apex import amp
 from tests.clients.libraries import need
 from tests.support import loops
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 levels = pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 
 

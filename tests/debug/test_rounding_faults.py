@@ -114,15 +114,15 @@ def test_a_running_mean_that_stands_still_is_named(momentum, op):
     assert op is None or trace.worst.kind == "lost update"
 
 
-@pytest.mark.parametrize(
-    "update",
-    [
-        lambda average, new: average.mul_(0.999).add_(new, alpha=0.001),
-        lambda average, new: average.lerp_(new, 0.001),
-        lambda average, new: torch._foreach_lerp_([average], [new], 0.001),
-        lambda average, new: average.copy_(0.999 * average + 0.001 * new),
-    ],
-)
+UPDATES = [
+    lambda average, new: average.mul_(0.999).add_(new, alpha=0.001),
+    lambda average, new: average.lerp_(new, 0.001),
+    lambda average, new: torch._foreach_lerp_([average], [new], 0.001),
+    lambda average, new: average.copy_(0.999 * average + 0.001 * new),
+]
+
+
+@pytest.mark.parametrize("update", UPDATES)
 def test_an_average_of_weights_that_stands_still_is_named(update):
     model = nn.Linear(8, 8).bfloat16()
     average = copy.deepcopy(model)
