@@ -25,6 +25,7 @@ from apex.amp.report import NonfiniteGradient, count, nonfinite_gradients
 from apex.debug import tracing
 from apex.debug.causes import explained, remedies
 from apex.debug.common import counted, held_by, inner, percent, to_json
+from apex.debug.ends import has_gradients
 from apex.debug.place import Finding, innermost_line, unwrapped
 
 
@@ -206,11 +207,6 @@ class FrozenUpdates:
         self._hooks.close()
 
     @property
-    def is_cut_off(self) -> bool:
-        """Whether steps have found no gradient, or only zeros."""
-        return self._steps > 0 and not self._has_gradients
-
-    @property
     def share(self) -> float:
         """``frozen / wanted``; 0 if no weight was to move."""
         if not self.wanted:
@@ -226,11 +222,7 @@ class FrozenUpdates:
         if prepared is not None:
             self._level = prepared.session.policy.opt_level
         self._line = self._line or innermost_line()
-        for param in params_of(optimizer):
-            grad = param.grad
-            if grad is not None and not self._has_gradients:
-                # sync: a diagnosis on request
-                self._has_gradients = bool(grad.detach().norm())
+        self._has_gradients = self._has_gradients or has_gradients(optimizer)
         self.busy = True
         try:
             wanted = _wanted_values(optimizer)
@@ -317,10 +309,10 @@ class FrozenUpdates:
         if not self._steps:
             return "No optimizer stepped."
         lines = [f"Updates arrive: {self._counts}."]
-        if self.is_cut_off:
+        if not self._has_gradients:
             lines = [
                 f"No weight got a gradient: in {counted(self._steps, 'step')}, all were 0 or None. "
-                "`apex trace --digits` names the operator where they end."
+                "`apex trace --updates` names where they end."
             ]
         elif self.worst is not None:
             lines = [f"Updates lost: {self.worst}"]

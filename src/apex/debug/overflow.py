@@ -561,16 +561,16 @@ class OverflowTrace(Trace):
 # -- reports ---------------------------------------------------------------------------------------
 
 
-def headed(finding: Finding) -> str:
+def headed(finding: Finding, which: str = "First") -> str:
     """Returns the text of a finding, headed by its kind."""
-    word = "First inf"
+    heading = f"{which} inf"
     if finding.kind == "nan":
-        word = "First NaN"
+        heading = f"{which} NaN"
     elif finding.kind == "scaled":
-        word = "Scaled gradients"
+        heading = "Scaled gradients"
     elif finding.cause in ("range", "loss scale"):
-        word = "First overflow"
-    return f"{word}: {finding}"
+        heading = f"{which} overflow"
+    return f"{heading}: {finding}"
 
 
 def hit_lines(finding: Finding, gradients: Sequence[str]) -> list[str]:

@@ -75,7 +75,7 @@ class Place:
     def where(self) -> str:
         """The module in words, such as ``"in body.0"``."""
         if self.module:
-            return f"in {self.module}"
+            return f"in {self.module.removesuffix(':')}"
         if self.inside:
             return "in the model"
         return "outside the model"

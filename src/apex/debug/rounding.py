@@ -17,6 +17,7 @@ from apex._torch.parameters import without_functions
 from apex.debug import rules, tracing
 from apex.debug.causes import explained, in_fp32, module_in_fp32, remedies, section_of
 from apex.debug.common import held_by, listed, to_json
+from apex.debug.ends import GradientEnds
 from apex.debug.place import Finding, Place
 from apex.debug.shadows import (
     NoVerdictError,
@@ -26,7 +27,7 @@ from apex.debug.shadows import (
     Verdict,
     can_shadow,
 )
-from apex.debug.tracing import Call, Trace, floating
+from apex.debug.tracing import Call, floating
 
 
 def trace_rounding(*models: nn.Module) -> RoundingTrace:
@@ -135,7 +136,7 @@ _WORKSPACES = ("workspace", "reserve", "reserveSpace")
 _OVERFLOW = "it returned inf or NaN where fp32 does not; amp.debug.trace_overflow tells why"
 
 
-class RoundingTrace(Trace):
+class RoundingTrace(GradientEnds):
     """The result of :func:`trace_rounding`. ``print`` shows it.
 
     Attributes:
@@ -149,10 +150,6 @@ class RoundingTrace(Trace):
         self.operators = 0
         # All calls, of which ``operators`` were compared.
         self._seen = 0
-        # The first operator of a backward pass whose results are 0, unlike its operands, until a
-        # gradient that is not 0 reaches a parameter.
-        self._cut_at: tuple[str, Place] | None = None
-        self._has_gradients = False
         # The worst call of each module, direction, operator and dtype.
         self._lost: dict[tuple[str, ...], RoundingRow] = {}
         # A set in order of time.
@@ -204,15 +201,9 @@ class RoundingTrace(Trace):
         return "\n".join(lines)
 
     @property
-    def is_cut_off(self) -> bool:
-        """Whether backward passes have ended in zeros before any parameter."""
-        return self._cut_at is not None
-
-    @property
     def _headline(self) -> str:
-        if self._cut_at is not None:
-            op, place = self._cut_at
-            return f"No weight got a gradient: {op} {place.where} returned zeros.\n{place.shown}"
+        if self.cut_off:
+            return self.cut_off
         if self.worst is not None:
             return f"Digits first lost: {self.worst}"
         if not self._seen:
@@ -272,21 +263,7 @@ class RoundingTrace(Trace):
             if self._tracker.accumulating is not None:
                 for gradient in floating(result):
                     self._count_underflow(gradient)
-            if not self._has_gradients:
-                self._find_cut(call, result)
-
-    def _find_cut(self, call: Call, result: Any) -> None:
-        """Records the operator at which all gradients become 0."""
-        place = self._tracker.place
-        norms = [bool(gradient.norm()) for gradient in floating(result)]  # sync: a diagnosis
-        if self._tracker.accumulating is not None:
-            if any(norms):
-                self._has_gradients = True
-                self._cut_at = None
-        elif place.direction == "backward" and self._cut_at is None:
-            is_cut = bool(norms) and not any(norms)
-            if is_cut and any(operand.norm() for operand in floating(call.arguments)):
-                self._cut_at = call.name, place
+            super()._after(call, before, result)
 
     def _follow(self, call: Call, before: ShadowCall | Exception | None, result: Any) -> bool:
         """Computes the shadows of a call's results; returns whether they have shadows."""

@@ -262,7 +262,8 @@ class ShadowCall:
             return False
         if shadow is None or shadow.origin is None:  # exact
             return True
-        return id(value) in self._written and shadow.entry is not None
+        lasts = id(value) in self._written or value.numel() == 1
+        return lasts and shadow.entry is not None
 
     def _read(self, shadows: Shadows) -> list[Input]:
         """Returns the inputs; not the arguments that the call only overwrites."""
@@ -329,7 +330,7 @@ class Verdict(NamedTuple):
         dtype: Name of the result's dtype.
         error: Error of the result, as in ``RoundingRow``.
         tolerance: The largest error that is explained.
-        kind: What lost digits if the error is larger, as in ``RoundingRow``.
+        kind: What lost digits if the error is larger, as in ``RoundingRow``; else ``""``.
     """
 
     dtype: str
@@ -388,9 +389,12 @@ class Results:
 
     def _verdict(self, index: int) -> Verdict:
         dtype = dtypes.name(self.pairs[index].low.dtype)
+        lost = self._lost_change()
+        if lost > rules.LOST_CHANGE:
+            return Verdict(dtype, lost, rules.LOST_CHANGE, "lost update")
         error, tolerance = self._error(index)
         if error <= tolerance:
-            return Verdict(dtype, self._lost_change(), rules.LOST_CHANGE, "lost update")
+            return Verdict(dtype, error, tolerance, "")
         kind = self._kind(index, error)
         # The residual of a regression is meant to be a small difference.
         base = self._call.base

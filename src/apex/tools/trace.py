@@ -7,6 +7,7 @@ import json
 import os
 import textwrap
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from apex.debug.check import FrozenUpdates
 from apex.debug.common import counted, json_types
+from apex.debug.ends import GradientEnds
 from apex.debug.overflow import headed, hit_lines
 from apex.debug.rounding import RoundingTrace
 from apex.tools.script import Ending, FaultFound, Script
@@ -71,15 +73,17 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
         if steps == _STEPS and not keep_going:
             raise FaultFound
 
-    measuring = RoundingTrace() if digits else FrozenUpdates()
-    with measuring:
-        hook = register_optimizer_step_post_hook(count)
-        try:
-            ending = script.run()
-        finally:
-            hook.remove()
-    has_fault = measuring.worst is not None or measuring.is_cut_off
-    lines = [f"apex trace: {script.name}", str(measuring), *_ended(ending)]
+    ends: GradientEnds = RoundingTrace()
+    measuring: Any = ends
+    with ExitStack() as until_end:
+        if not digits:
+            ends = GradientEnds()
+            measuring = until_end.enter_context(FrozenUpdates())
+        until_end.enter_context(ends)
+        until_end.callback(register_optimizer_step_post_hook(count).remove)
+        ending = script.run()
+    has_fault = bool(measuring.worst or ends.cut_off)
+    lines = [f"apex trace: {script.name}", ends.cut_off or str(measuring), *_ended(ending)]
     results = json.loads(measuring.to_json())
     return Tracing(script.name, ending, has_fault, lines, results)
 
@@ -148,7 +152,7 @@ def _verdict(script: str, seen: Seen, ending: Ending) -> list[str]:
     if seen.harmless:
         return [
             f"apex trace: {script} made {first.kind}, which reached no gradient, loss or weight.",
-            headed(first),
+            headed(first, "Harmless"),
         ]
     before = counted(seen.steps_before, "optimizer step")
     lines = [
