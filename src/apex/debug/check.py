@@ -223,9 +223,10 @@ class FrozenUpdates:
             self._level = prepared.session.policy.opt_level
         self._line = self._line or innermost_line()
         self._has_gradients = self._has_gradients or has_gradients(optimizer)
+        wide = {param: _widened(param) for param in params_of(optimizer)}
         self.busy = True
         try:
-            wanted = _wanted_values(optimizer)
+            _copy_of(optimizer, wide).step()
         except Exception as error:
             if self._only is not None:
                 raise
@@ -235,7 +236,9 @@ class FrozenUpdates:
             self.busy = False
         for group in optimizer.param_groups:
             self._check_average(optimizer, group)
-        self._wanted = [(param, param.detach().clone(), value) for param, value in wanted.items()]
+        for param, wider in wide.items():
+            if param.grad is not None:
+                self._wanted.append((param, param.detach().clone(), wider.detach()))
 
     def _check_average(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Records a beta that rounds to 1 in the dtype of the squared gradients' average."""
@@ -318,13 +321,6 @@ class FrozenUpdates:
             lines = [f"Updates lost: {self.worst}"]
         lines += [f"{name} has no verdict: {error}" for name, error in self.errors.items()]
         return "\n".join(lines)
-
-
-def _wanted_values(optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:
-    """Returns, by parameter with a gradient, the values after a step in fp64."""
-    wide = {param: _widened(param) for param in params_of(optimizer)}
-    _copy_of(optimizer, wide).step()
-    return {param: wider.detach() for param, wider in wide.items() if param.grad is not None}
 
 
 def _copy_of(optimizer: Optimizer, wide: dict[nn.Parameter, nn.Parameter]) -> Any:

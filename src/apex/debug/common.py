@@ -224,10 +224,9 @@ def eager() -> AbstractContextManager[Any]:
 
     Without dynamo, which is slow to import, there are no compiled parts.
     """
-    context: AbstractContextManager[Any] = nullcontext()
     if "torch._dynamo" in sys.modules:
-        context = torch.compiler.set_stance("force_eager")
-    return context
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
 
 
 # -- formats ---------------------------------------------------------------------------------------

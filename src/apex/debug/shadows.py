@@ -133,18 +133,15 @@ class Shadows(ByMemory[Shadow]):
 
     def write(self, pair: Pair, *, unit: float, entry: float | None, origin: Origin | None) -> None:
         """Sets the shadow of a tensor that an operator has just written."""
-        shadow = self.of(pair.low) or self._added(pair.low)
+        tensor = pair.low
+        shadow = self.of(tensor)
+        if shadow is None:  # of the whole storage, equal to its present values
+            real = tensor.dtype.to_real()
+            whole = tensor.new_empty(0, dtype=real)
+            whole.set_(tensor.untyped_storage())
+            shadow = Shadow(own_values(whole).clone(), real)
+            self.note(tensor, shadow)
         shadow.write(pair, unit=unit, entry=entry, origin=origin)
-
-    def _added(self, tensor: Tensor) -> Shadow:
-        """Adds a shadow of a tensor's storage, equal to its present values."""
-        real = tensor.dtype.to_real()
-        whole = tensor.new_empty(0, dtype=real)
-        whole.set_(tensor.untyped_storage())
-        values = own_values(whole).clone()
-        shadow = Shadow(values, real)
-        self.note(tensor, shadow)
-        return shadow
 
 
 def can_shadow(tensor: Tensor) -> bool:

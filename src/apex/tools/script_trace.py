@@ -71,25 +71,15 @@ class ScriptTrace(OverflowTrace):
         sys.setprofile(None)
         Mode(self).__enter__()  # type: ignore[no-untyped-call]
 
-    @property
-    def first(self) -> Finding | None:
-        """The first fault that does not make a dynamic loss scale back off; None without one."""
-        return finding_of(self._births.first(healing=False))
-
     def seen(self) -> Seen:
         """Returns the results so far."""
         births = self._births
-        steps_before = births.steps
         first = births.first(healing=False)
-        harmless = False
-        if first is not None:
-            steps_before = first.steps
-            harmless = first.limited and not births.reached(first)
         return Seen(
-            first=self.first,
-            steps_before=steps_before,
+            first=finding_of(first),
+            steps_before=births.steps if first is None else first.steps,
             certain=births.certain,
-            harmless=harmless,
+            harmless=first is not None and first.limited and not births.reached(first),
             gradients=tuple(births.gradients),
             operators=births.time,
             steps=births.steps,

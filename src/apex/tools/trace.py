@@ -98,7 +98,7 @@ def trace(script: Script, *, keep_going: bool, notify: Callable[[str], None]) ->
     def on_fault() -> None:
         if not keep_going:
             raise FaultFound
-        first = running.first
+        first = running.seen().first
         if first is not None:
             fault, _, _ = headed(first).partition("\n")
             notify(_marked(f"{fault}; the report follows at the end."))
@@ -145,9 +145,9 @@ _MADE = {
 
 def _verdict(script: str, seen: Seen, ending: Ending) -> list[str]:
     first = seen.first
-    if first is None and ending.error:
-        return [f"apex trace: {script} failed before any inf or NaN reached its training."]
     if first is None:
+        if ending.error:
+            return [f"apex trace: {script} failed before any inf or NaN reached its training."]
         return [f"apex trace: no inf or NaN in {script} reached a gradient, the loss or a weight."]
     if seen.harmless:
         return [
