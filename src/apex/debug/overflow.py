@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from apex._core.param_groups import params_of
 from apex._engine.optimizer.subclass import prepared_state
@@ -572,7 +573,7 @@ def _numbers(call: Call) -> Iterator[float]:
     """Yields the Python numbers that the script passed to a call."""
     if call.name == "aten.lift_fresh" and call.args[0].dim() == 0:  # as in torch.tensor(0.5)
         yield float(call.args[0])
-    for value in tracing.leaves(call.arguments):
+    for value in tree_leaves(call.arguments):
         if isinstance(value, int | float):
             yield float(value)
 
