@@ -37,31 +37,29 @@ class GradientEnds(Trace):
 
     def __init__(self, *models: Any) -> None:
         super().__init__(*models)
-        # The operator and the place of the last derivative, and whether it returned zeros.
-        self._end: tuple[str, Place, bool] | None = None
+        # The last derivative: its operator, its place, and whether it returned zeros.
+        self._op = ""
+        self._place: Place | None = None
+        self._ends_in_zeros = False
         # Names of the parameters that got a gradient other than 0; a set in order of time.
         self._reached: dict[str, None] = {}
-        # Whether an optimizer has stepped, has stepped a parameter that requires a gradient, and
-        # has found a gradient that is not 0.
+        # Whether an optimizer has stepped, and whether one has found a gradient that is not 0.
         self._has_stepped = False
-        self._is_trainable = False
         self._has_gradients = False
 
     @property
     def cut_off(self) -> str:
         """Where backward passes end, if no step has found a gradient; else ``""``."""
-        ends_in_zeros = self._end is not None and self._end[2]
-        is_cut = self._has_stepped or (ends_in_zeros and not self._reached)
+        is_cut = self._has_stepped or (self._ends_in_zeros and not self._reached)
         if self._has_gradients or not is_cut:
             return ""
-        if self._has_stepped and not self._is_trainable:
-            return "No weight got a gradient: no parameter of the optimizer requires one."
-        text = "no operator ran backward, as if the loss were a constant or detached."
-        if self._end is not None:
-            op, place, _ = self._end
+        place = self._place
+        if place is None:
+            text = "no operator ran backward, as if the loss were a constant or detached."
+        elif self._ends_in_zeros:
+            text = f"{self._op} {place.where} returned zeros.\n{place.shown}"
+        else:
             text = f"backward passes end {place.where}.\n{place.shown}\n{_BEFORE}"
-            if ends_in_zeros:
-                text = f"{op} {place.where} returned zeros.\n{place.shown}"
         names = [*filter(None, self._reached)]
         if names:
             text += f"\nGradients reach {listed(names)}, which no optimizer has stepped."
@@ -75,13 +73,14 @@ class GradientEnds(Trace):
             return
         is_zero = not any(gradient.norm() for gradient in gradients)  # sync: as above
         target = self._tracker.accumulating
-        if target is not None and not is_zero:
-            name = self._tracker.parameters.get(target, "")
-            self._reached[name] = None
-        was_zero = self._end is not None and self._end[2]
-        is_passed_on = call.traits.view or (is_zero and was_zero)
-        if target is None and not is_passed_on:
-            self._end = call.name, self._tracker.place, is_zero
+        if target is not None:
+            if not is_zero:
+                name = self._tracker.parameters.get(target, "")
+                self._reached[name] = None
+        elif not call.traits.view and not (is_zero and self._ends_in_zeros):
+            self._op = call.name
+            self._place = self._tracker.place
+            self._ends_in_zeros = is_zero
 
     def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Looks for a gradient that is not 0."""
@@ -89,5 +88,3 @@ class GradientEnds(Trace):
         self._has_stepped = True
         with suspend_modes():
             self._has_gradients = self._has_gradients or has_gradients(optimizer)
-        params = params_of(optimizer)
-        self._is_trainable = self._is_trainable or any(param.requires_grad for param in params)

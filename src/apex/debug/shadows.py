@@ -131,17 +131,16 @@ class Shadows(ByMemory[Shadow]):
                 return True
         return False
 
-    def write(self, pair: Pair, *, unit: float, entry: float | None, origin: Origin | None) -> None:
-        """Sets the shadow of a tensor that an operator has just written."""
-        tensor = pair.low
+    def added(self, tensor: Tensor) -> Shadow:
+        """Returns the shadow of a tensor's storage; at first, equal to its present values."""
         shadow = self.of(tensor)
-        if shadow is None:  # of the whole storage, equal to its present values
+        if shadow is None:
             real = tensor.dtype.to_real()
             whole = tensor.new_empty(0, dtype=real)
             whole.set_(tensor.untyped_storage())
             shadow = Shadow(own_values(whole).clone(), real)
             self.note(tensor, shadow)
-        shadow.write(pair, unit=unit, entry=entry, origin=origin)
+        return shadow
 
 
 def can_shadow(tensor: Tensor) -> bool:
@@ -462,7 +461,8 @@ class Results:
         for pair in self.pairs:
             origin = call.origin
             if origin is None:
-                distance = rules.distance(pair.low, pair.high)
+                distance = rules.distance(*pair)
                 if distance.difference:
                     origin = Origin(call.name, self._place, distance.relative)
-            shadows.write(pair, unit=call.unit, entry=entry, origin=origin)
+            shadow = shadows.added(pair.low)
+            shadow.write(pair, unit=call.unit, entry=entry, origin=origin)
