@@ -224,9 +224,10 @@ def eager() -> AbstractContextManager[Any]:
 
     Without dynamo, which is slow to import, there are no compiled parts.
     """
+    context: AbstractContextManager[Any] = nullcontext()
     if "torch._dynamo" in sys.modules:
-        return torch.compiler.set_stance("force_eager")
-    return nullcontext()
+        context = torch.compiler.set_stance("force_eager")
+    return context
 
 
 # -- formats ---------------------------------------------------------------------------------------

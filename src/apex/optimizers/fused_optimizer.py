@@ -361,11 +361,9 @@ class FusedOptimizer(Optimizer):
         super().load_state_dict(state_dict)
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             for key, param in zip(saved["params"], group["params"], strict=True):
-                if not is_low_precision(param):
-                    continue
                 saved_state = state_dict["state"].get(key, {})
                 for name, value in saved_state.items():
-                    if isinstance(value, Tensor):
+                    if isinstance(value, Tensor) and is_low_precision(param):
                         # A copy, because the step writes to it.
                         self.state[param][name] = value.detach().to(param.device, copy=True)
 

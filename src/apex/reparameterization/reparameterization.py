@@ -184,7 +184,7 @@ def detach(module: nn.Module, name: str) -> None:
         ValueError: If the weight also has other parametrizations.
     """
     rule = attached(module, name)
-    if rule is None or len(module.parametrizations[name]) > 1:  # type: ignore[index, arg-type]
+    if rule is None or len(module.parametrizations[name]) > 1:  # type: ignore[index]
         raise ValueError(
             f"{name!r} of {type(module).__name__} has parametrizations other than apex's. Remove "
             "them together with torch.nn.utils.parametrize.remove_parametrizations."

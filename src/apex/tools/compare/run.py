@@ -6,7 +6,7 @@ import gc
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -155,16 +155,13 @@ class _Run:
         if not sound:
             return
         try:
-            self._time(names)
+            steps = {name: self._step(self._prepared(name)) for name in names}
+            times_by_level = time_interleaved(steps, self._turns(), self._options.device)
+            for name, times in times_by_level.items():
+                self._put(name, times=times)
         except Exception as error:  # noqa: BLE001 - memory, or the user's code
             text = f"Timing failed: {format_error(error)}."
             self.notes.append(f"{text} With fewer --levels it takes less memory.")
-
-    def _time(self, names: Sequence[str]) -> None:
-        steps = {name: self._step(self._prepared(name)) for name in names}
-        times = time_interleaved(steps, self._turns(), self._options.device)
-        for name in names:
-            self._put(name, times=times[name])
 
     def _turns(self) -> Iterator[None]:
         """Yields once to warm up, and once for each round until the machine is busy."""

@@ -106,7 +106,10 @@ def migration_of(path: Path) -> Migration:
     for file in files:
         reason = ""
         try:
-            uses += _uses_in(file)
+            text = read(file)
+            if is_worth_parsing(text):
+                found = names(parse(text, file))
+                uses += [Use(str(file), use.line, use.name, *verdict_of(use)) for use in found]
         except InputError as error:  # one bad file must not end the search
             if file == path:
                 raise
@@ -116,14 +119,6 @@ def migration_of(path: Path) -> Migration:
         if reason:
             not_read.append({"file": str(file), "reason": reason})
     return Migration(uses, not_read, len(files))
-
-
-def _uses_in(file: Path) -> Iterator[Use]:
-    text = read(file)
-    if is_worth_parsing(text):
-        for use in names(parse(text, file)):
-            verdict, remedy = verdict_of(use)
-            yield Use(str(file), use.line, use.name, verdict, remedy)
 
 
 def _python_files(path: Path, not_read: list[dict[str, str]]) -> list[Path]:
