@@ -20,7 +20,7 @@ from apex.tools.compare.results import BASELINE, Comparison, Level, Result
 from apex.tools.compare.soundness import fault
 from apex.tools.compare.target import Build, Experiment, open_target, seed_all
 from apex.tools.compare.timing import current_load, time_interleaved
-from apex.tools.compare.training import Trainer
+from apex.tools.compare.training import AutocastTrainer, Trainer
 from apex.tools.compare.verdict import recommendation
 from apex.tools.devices import describe
 from apex.tools.errors import InputError
@@ -192,9 +192,11 @@ class _Run:
     def _prepared(self, name: str) -> Trainer:
         """Returns a trainer at the named level, with the initial weights."""
         gc.collect()  # otherwise the previous level's memory counts
-        trainer = Trainer(self.results[name].level, self._build(), self._options.device)
+        level = self.results[name].level
+        trainer = AutocastTrainer if level.autocast else Trainer
+        prepared = trainer(level, self._build(), self._options.device)
         seed_all(self._options.seed)
-        return trainer
+        return prepared
 
     def _step(self, trainer: Trainer) -> timing.Work:
         """Returns a function that trains on the first batch."""
