@@ -145,16 +145,10 @@ class FusedOptimizer(Optimizer):
             raise TypeError(f"betas is {betas!r}; it must be two numbers, such as (0.9, 0.999).")
         for index, beta in enumerate(betas):
             in_range(f"betas[{index}]", beta, below=1.0)
-        in_range("lr", lr)
-        in_range("eps", eps)
-        in_range("weight_decay", decay)
-        return {
-            "lr": lr,
-            "eps": eps,
-            "weight_decay": decay,
-            "betas": betas,
-            "bias_correction": bias_correction,
-        }
+        defaults = {"lr": lr, "eps": eps, "weight_decay": decay}
+        for name, value in defaults.items():
+            in_range(name, value)
+        return {**defaults, "betas": betas, "bias_correction": bias_correction}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group."""
