@@ -16,6 +16,8 @@ from apex.debug.overflow import OverflowTrace
 from apex.debug.place import Finding
 from apex.debug.tracing import Call, Mode
 
+importlib.import_module("torch._dynamo")  # so that functions compiled later run eagerly
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -61,7 +63,6 @@ class ScriptTrace(OverflowTrace):
 
     def __enter__(self) -> ScriptTrace:
         """Starts tracing this thread, and those that the program starts with ``threading``."""
-        importlib.import_module("torch._dynamo")  # so that functions compiled later run eagerly
         super().__enter__()
         self._hooks.callback(threading.setprofile, threading.getprofile())
         threading.setprofile(self._enter_thread)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import textwrap
@@ -62,7 +61,6 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
 
     With ``keep_going``, the script runs to its end.
     """
-    importlib.import_module("torch._dynamo")  # so that functions compiled later run eagerly
     steps = 0
 
     def count(*_: object) -> None:
