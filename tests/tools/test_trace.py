@@ -283,6 +283,25 @@ def test_the_place_where_gradients_end_is_named(trace, option, cut, said):
     assert f"No weight got a gradient: {said.format(line=line, source=source)}" in out
 
 
+@pytest.mark.parametrize("option", ["--digits", "--updates"])
+def test_gradients_of_a_closure_are_gradients(trace, option):
+    body = """
+        net = nn.Linear(2, 2)
+        optimizer = torch.optim.LBFGS(net.parameters(), max_iter=2)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = net(torch.ones(2, 2)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    """
+    code, out, _ = trace(body, options=[option])
+    assert code == cli.OK
+    assert "No weight got a gradient" not in out
+
+
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [

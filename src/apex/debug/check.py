@@ -222,7 +222,6 @@ class FrozenUpdates:
         if prepared is not None:
             self._level = prepared.session.policy.opt_level
         self._line = self._line or innermost_line()
-        self._has_gradients = self._has_gradients or has_gradients(optimizer)
         wide = {param: _widened(param) for param in params_of(optimizer)}
         self.busy = True
         try:
@@ -253,8 +252,10 @@ class FrozenUpdates:
                 self._beta = beta
                 self._stayed.add(dtypes.name(average.dtype))
 
-    def _after(self, *_: object) -> None:
-        """Counts the weights after the step."""
+    def _after(self, optimizer: Optimizer, *_: object) -> None:
+        """Counts the weights after the step, whose closure may have computed the gradients."""
+        if self._only in (None, optimizer):
+            self._has_gradients = self._has_gradients or has_gradients(optimizer)
         for param, old, wanted in self._wanted:
             differs = wanted != old.to(wanted.dtype)
             moves = differs & torch.isfinite(wanted)

@@ -284,7 +284,7 @@ class OverflowTrace(Trace):
                 bad.append(tensor)
                 if kind == "nan":
                     worst = kind
-            elif tracing.covers_storage(tensor):
+            elif tracing.dense(tensor).nbytes >= tracing.storage(tensor).nbytes():  # all of it
                 self._born.discard(tensor)
         if bad:
             birth = self._origin(observed, bad[0], worst)

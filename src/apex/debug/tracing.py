@@ -487,11 +487,6 @@ def is_mask(tensor: Tensor) -> bool:
     return bool((finite == finite[:1]).all())  # sync: tracing is a diagnosis
 
 
-def covers_storage(tensor: Tensor) -> bool:
-    """Returns whether a tensor covers its whole storage."""
-    return dense(tensor).nbytes >= storage(tensor).nbytes()
-
-
 def largest_in_double(call: Call) -> float | None:
     """Returns the largest absolute result of an operator recomputed in float64.
 
