@@ -60,7 +60,8 @@ def mLSTMCell(
     w_hh: Tensor,
     w_mih: Tensor,
     w_mhh: Tensor,
-    **biases: Any,
+    b_ih: Bias = None,
+    b_hh: Bias = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns output and cell state of a multiplicative LSTM cell.
 
@@ -68,7 +69,7 @@ def mLSTMCell(
     """
     output, state = hidden
     mixed = F.linear(input, w_mih) * F.linear(output, w_mhh)
-    return LSTMCell(input, [mixed, state], w_ih, w_hh, **biases)
+    return LSTMCell(input, [mixed, state], w_ih, w_hh, b_ih=b_ih, b_hh=b_hh)
 
 
 class mLSTMRNNCell(RNNCell):  # noqa: N801
