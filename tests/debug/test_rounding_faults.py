@@ -233,9 +233,12 @@ def test_a_row_that_is_masked_as_a_whole_is_no_fault(value):
         assert trace.worst is None, f"{mode}: {trace}"
 
 
+@pytest.mark.parametrize("calls", [1, 60])
 @pytest.mark.parametrize("count", [lambda n: n.add_(1), lambda n: n + 1])
-def test_a_counter_that_stands_still_is_named(count):
+def test_a_counter_that_stands_still_is_named(count, calls):
     with amp.debug.trace_rounding() as trace:
-        count(torch.full((), 256.0, dtype=torch.bfloat16))
+        n = torch.full((), 256.0, dtype=torch.bfloat16)
+        for _ in range(calls):
+            n = count(n)
     assert trace.worst.kind == "lost update"
     assert "half a step of bfloat16" in trace.worst.why

@@ -89,7 +89,7 @@ def test_all_examples_work_with_this_package():
     migration = migration_of(EXAMPLES)
     assert len(migration.uses) > 30
     assert migration.counts["not supported"] == 0
-    assert not migration.unread
+    assert not migration.not_read
 
 
 def test_attributes_of_optimizers_are_found_without_an_import():
@@ -281,7 +281,7 @@ def test_a_folder_is_read_but_for_what_is_not_its_own_and_what_no_parser_takes(f
     assert [*own] == ["train.py", "net.py"]
     assert migration.files == 3 + len(UNREADABLE)
     assert migration.failed
-    whys = {Path(file).name: reason for file, reason in migration.unread}
+    whys = {Path(each["file"]).name: each["reason"] for each in migration.not_read}
     assert whys.keys() == UNREADABLE.keys()
     for name, (_, reason) in UNREADABLE.items():
         assert whys[name].startswith(reason)
