@@ -7,10 +7,10 @@ from torch import Tensor
 
 from amp_C.lists import TensorLists, takes
 from amp_C.steps import adam_rule
-from apex._core.foreach.working import store, working
 from apex._optimizer_rules import lamb as rules
 from apex._optimizer_rules.adam import AdamRule
 from apex._optimizer_rules.scalars import Scalar, descend_, descend_each_, skip_flag
+from apex._optimizer_rules.working import store, working
 from apex._torch.copies import as_scalar, as_tensor
 
 __all__ = [

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from amp_C.lists import TensorLists, set_noop_, takes
 from amp_C.scaling import multi_tensor_scale
+from apex._core.dtypes import math_dtype
 from apex._core.foreach import norms
-from apex._core.foreach.working import math_dtype
 from apex._torch.copies import as_scalar
 
 __all__ = [

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from amp_C.lists import TensorLists, set_noop_, takes
 from apex._core.foreach.norms import any_non_finite
-from apex._core.foreach.working import store, working
+from apex._optimizer_rules.working import store, working
 from apex._torch.copies import as_scalar, moved
 
 __all__ = ["multi_tensor_axpby", "multi_tensor_scale", "update_scale_hysteresis"]

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from amp_C.lists import TensorLists, takes
-from apex._core.foreach.working import math_dtype, scale_, store
+from apex._core.dtypes import math_dtype
 from apex._optimizer_rules.adagrad import adagrad_
 from apex._optimizer_rules.adam import AdamRule, adam_
 from apex._optimizer_rules.novograd import novograd_
 from apex._optimizer_rules.scalars import skip_flag
 from apex._optimizer_rules.sgd import SGDRule, sgd_
+from apex._optimizer_rules.working import scale_, store
 from apex._torch.copies import as_scalar, as_tensor
 
 __all__ = [

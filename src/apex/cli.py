@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from apex._core.project import VERSION
 from apex.tools.compare.columns import legend
@@ -141,26 +141,20 @@ def _trace(args: argparse.Namespace) -> int:
         file = rank_file(file)
     check_json(file)
     script.check()
-    stream = sys.stderr if file == "-" else sys.stdout
     if args.digits or args.updates:
         tracing = measure(script, digits=args.digits, keep_going=args.keep_going)
     else:
-        notify = functools.partial(_show, stream)
+        notify = functools.partial(show, file)
         tracing = trace(script, keep_going=args.keep_going, notify=notify)
     # torchrun ends every rank with SIGTERM once one has ended with a fault. This rank ends anyway.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _show(stream, f"\n{tracing.report}")
+    show(file, f"\n{tracing.report}")
     write_json(file, tracing.data)
     if tracing.ending.interrupted:
         return INTERRUPTED
     if tracing.has_fault:
         return NOT_FINITE
     return tracing.ending.status
-
-
-def _show(stream: TextIO, text: str) -> None:
-    stream.write(f"{text}\n")  # in one call, because ranks share a terminal
-    stream.flush()
 
 
 # -- apex compare ----------------------------------------------------------------------------------
@@ -229,9 +223,7 @@ def _compare(args: argparse.Namespace) -> int:
     # Written before printing, because printing to a closed pipe raises.
     write(args.output, report(comparison))
     write_json(args.json, to_json(comparison))
-    stream = sys.stderr if args.json == "-" else sys.stdout
-    text = comparison_text(comparison)
-    print(f"\n{text}\nreport: {args.output}", file=stream)
+    show(args.json, f"\n{comparison_text(comparison)}\nreport: {args.output}")
     return FAILED if comparison.failed else OK
 
 
@@ -268,8 +260,7 @@ def _migrate(args: argparse.Namespace) -> int:
 
     check_json(args.json)
     migration = migration_of(args.path)
-    if args.json != "-":
-        print(migration)
+    show(args.json, str(migration))
     write_json(args.json, migration.to_dict())
     return FAILED if migration.failed else OK
 
@@ -299,8 +290,7 @@ def _doctor(args: argparse.Namespace) -> int:
     device = parse_device(args.device)
     check_json(args.json)
     health = examine(device)
-    if args.json != "-":
-        print(health)
+    show(args.json, str(health))
     write_json(args.json, dataclasses.asdict(health))
     return OK
 
@@ -344,6 +334,13 @@ def count(text: str) -> int:
 
 
 # -- output ----------------------------------------------------------------------------------------
+
+
+def show(file: str | None, text: str) -> None:
+    """Prints a report; to standard error if ``file``, the target of ``--json``, is ``"-"``."""
+    stream = sys.stderr if file == "-" else sys.stdout
+    stream.write(f"{text}\n")  # in one call, because ranks share a terminal
+    stream.flush()
 
 
 def check_file(path: Path) -> None:

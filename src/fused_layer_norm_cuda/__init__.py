@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex._core.foreach.working import math_dtype
+from apex._core.dtypes import math_dtype
 
 Shape = Sequence[int]
 

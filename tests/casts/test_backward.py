@@ -143,25 +143,21 @@ def test_a_recompute_by_a_function_of_the_script_is_the_forward_again(level, blo
         found.append([given.grad, *(param.grad for param in model.parameters())])
     low = torch.float16 if level == "O1" else BF16
     assert dtypes == [(low, FP32)] * 3
-    for got, expected in zip(*found, strict=True):
-        assert torch.equal(got, expected)
+    assert loops.same(*found)
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        lambda loss: loss.backward(torch.ones_like(loss)),
-        pytest.param(
-            lambda loss: torch.autograd.backward([loss]),
-            marks=pytest.mark.skipif(
-                "handle_torch_function" not in torch.autograd.backward.__code__.co_names,
-                reason="this torch shows it to no mode",
-            ),
-        ),
-        lambda loss: (loss.backward(retain_graph=True), loss.backward()),
-    ],
-    ids=["gradient", "autograd.backward", "twice"],
+SHOWN = pytest.mark.skipif(
+    "handle_torch_function" not in torch.autograd.backward.__code__.co_names,
+    reason="this torch shows it to no mode",
 )
+STARTS = [
+    pytest.param(lambda loss: loss.backward(torch.ones_like(loss)), id="gradient"),
+    pytest.param(lambda loss: torch.autograd.backward([loss]), id="autograd.backward", marks=SHOWN),
+    pytest.param(lambda loss: (loss.backward(retain_graph=True), loss.backward()), id="twice"),
+]
+
+
+@pytest.mark.parametrize("start", STARTS)
 def test_casts_are_off_in_the_formulas_of_a_pass(start):
     found = in_pass(lambda grad: torch.is_autocast_enabled("cpu"), hook=True, start=start)
     assert set(found) == {False}

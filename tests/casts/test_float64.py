@@ -9,20 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
+from tests.support.loops import Body
 
 LEVELS = pytest.mark.parametrize(("level", "low"), [("O1", torch.float16), ("O4", torch.bfloat16)])
 FP32, FP64 = torch.float32, torch.float64
-
-
-class Calls(nn.Module):
-    """Calls ``rule(layer, x)``."""
-
-    def __init__(self, layer, rule):
-        super().__init__()
-        self.layer, self.rule = layer, rule
-
-    def forward(self, x, **kwargs):
-        return self.rule(self.layer, x, **kwargs)
 
 
 def applied(layer, x):
@@ -30,7 +20,9 @@ def applied(layer, x):
 
 
 def make_model(level, layer=None, rule=applied):
-    model = Calls(layer or nn.Linear(4, 4), rule)
+    """A prepared model that calls ``rule(layer, x)``."""
+    layer = layer or nn.Linear(4, 4)
+    model = Body(lambda self, x, **more: rule(self.layer, x, **more), layer=layer)
     return amp.initialize(model, opt_level=level, verbosity=0)
 
 
@@ -57,15 +49,15 @@ class Batch:
     x: torch.Tensor
 
 
+PACKED = [
+    (Batch, lambda batch: batch.x),
+    (lambda x: UserDict(x=x), lambda batch: batch["x"]),
+    (lambda x: deque([x]), lambda batch: batch[0]),
+]
+
+
 @LEVELS
-@pytest.mark.parametrize(
-    ("pack", "unpack"),
-    [
-        (Batch, lambda batch: batch.x),
-        (lambda x: UserDict(x=x), lambda batch: batch["x"]),
-        (lambda x: deque([x]), lambda batch: batch[0]),
-    ],
-)
+@pytest.mark.parametrize(("pack", "unpack"), PACKED)
 def test_float64_in_any_container_meets_fp32_weights(level, low, pack, unpack):
     model = make_model(level, nn.Linear(4, 4), lambda layer, batch: layer(unpack(batch)))
     assert model(pack(torch.ones(2, 4, dtype=FP64))).dtype is low

@@ -60,9 +60,10 @@ def fake(value, device):
 def result(call, dtypes, device):
     """Returns the dtype that comes out, or ``"raises"``."""
     args = convert(call.args, *dtypes)
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True) if device != "cpu" else contextlib.nullcontext()
-    ):
+    mode = (
+        contextlib.nullcontext() if device == "cpu" else FakeTensorMode(allow_non_fake_inputs=True)
+    )
+    with mode:
         if device != "cpu":
             args = fake(args, device)
         try:

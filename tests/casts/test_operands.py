@@ -9,9 +9,8 @@ from apex import amp
 from apex.amp import lists
 from tests.support.loops import prepared, scaled_backward
 
-LEVELS = pytest.mark.parametrize(
-    ("level", "low"), [("O1", torch.float16), ("O4", torch.bfloat16)], ids=["O1", "O4"]
-)
+LOW = {"O1": torch.float16, "O4": torch.bfloat16}
+LEVELS = pytest.mark.parametrize(("level", "low"), LOW.items(), ids=LOW)
 pytestmark = pytest.mark.filterwarnings(
     "ignore:index_reduce.. is in beta:UserWarning",
     "ignore:Sparse (CSR tensor|invariant checks):UserWarning",
@@ -189,9 +188,8 @@ def test_names_of_torch_in_fp32_funcs_run_in_fp32(listed, level, low, kind):
     model = amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
     for name, rule in rules.items():
         x = torch.ones(2, 2, dtype=low, requires_grad=True)
-        out = (getattr(module.MODULE, name) if rule is before[name] else rule)(
-            x
-        )  # as a script finds it now
+        of_torch = rule is before[name]  # which a script finds anew
+        out = getattr(module.MODULE, name)(x) if of_torch else rule(x)
         assert out.dtype is torch.float32, name
         out.sum().backward()
         assert x.grad.dtype is low
@@ -213,5 +211,6 @@ def test_every_function_of_torch_is_taken(monkeypatch):
         names = [name for name in dir(holder) if not name.startswith("_")]
         known = [name for name in names if callable(getattr(holder, name))]
         monkeypatch.setattr(module, "FP32_FUNCS", known)
-    assert lists.op_table(torch.bfloat16).rows["sigmoid"] == "fp32"
-    assert (F, "gumbel_softmax", "float") in lists.python_functions()
+    table, functions = lists.casts(torch.bfloat16)
+    assert table.rows["sigmoid"] == "fp32"
+    assert (F, "gumbel_softmax", "float") in functions

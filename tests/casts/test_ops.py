@@ -40,13 +40,13 @@ def test_dtype_argument_is_honoured(region, low, device, asked):
         assert region.run(fn, x, 1, dtype=asked).dtype is (asked or torch.float32)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        *(torch.pinverse, torch.linalg.pinv, torch.matrix_exp, torch.linalg.matrix_exp),
-        *(torch.cov, torch.corrcoef),
-    ],
-)
+OF_PRODUCTS = [
+    *(torch.pinverse, torch.linalg.pinv, torch.matrix_exp, torch.linalg.matrix_exp),
+    *(torch.cov, torch.corrcoef),
+]
+
+
+@pytest.mark.parametrize("function", OF_PRODUCTS)
 def test_functions_made_of_matrix_products_are_fp32_with_their_gradients(
     region, low, device, function
 ):
@@ -63,15 +63,14 @@ def test_functions_made_of_matrix_products_are_fp32_with_their_gradients(
         torch.testing.assert_close(grad, exact.to(dtype))
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, one: torch.sub(x, one, alpha=2),
-        lambda x, one: torch.addcmul(x, one, one, value=0.5),
-        lambda x, one: torch.baddbmm(one, one, x, beta=0.5),
-    ],
-    ids=["sub", "addcmul", "baddbmm"],
-)
+WITH_NUMBERS = {
+    "sub": lambda x, one: torch.sub(x, one, alpha=2),
+    "addcmul": lambda x, one: torch.addcmul(x, one, one, value=0.5),
+    "baddbmm": lambda x, one: torch.baddbmm(one, one, x, beta=0.5),
+}
+
+
+@pytest.mark.parametrize("function", WITH_NUMBERS.values(), ids=WITH_NUMBERS)
 @pytest.mark.parametrize("device", ["cpu"])  # the emulated one has no tensors without memory
 @pytest.mark.filterwarnings("ignore:`?torch.jit:DeprecationWarning")  # torch's own, of its formulas
 def test_forward_mode_multiplies_the_zeros_of_constants_by_numbers(region, low, device, function):

@@ -32,17 +32,17 @@ def ones(dtype):
 # -- wrappers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("wrap", "given", "wanted", "casts_inside"),
-    [
-        (amp.half_function, (F32, BF16), [F16, F16], True),
-        (amp.bfloat16_function, (F32, F32, F16), [BF16, BF16, BF16], True),
-        (amp.float_function, (F16, BF16, F32), [F32, F32, F32], False),
-        (amp.promote_function, (F16, F32), [F32, F32], True),
-        (amp.promote_function, (F16, BF16), [F32, F32], True),
-        (amp.promote_function, (F16, F16), [F16, F16], True),
-    ],
-)
+KINDS = [
+    (amp.half_function, (F32, BF16), [F16, F16], True),
+    (amp.bfloat16_function, (F32, F32, F16), [BF16, BF16, BF16], True),
+    (amp.float_function, (F16, BF16, F32), [F32, F32, F32], False),
+    (amp.promote_function, (F16, F32), [F32, F32], True),
+    (amp.promote_function, (F16, BF16), [F32, F32], True),
+    (amp.promote_function, (F16, F16), [F16, F16], True),
+]
+
+
+@pytest.mark.parametrize(("wrap", "given", "wanted", "casts_inside"), KINDS)
 def test_each_kind_casts_its_arguments_where_casts_are_on(wrap, given, wanted, casts_inside):
     args = [ones(dtype) for dtype in given]
     assert wrap(dtypes)(*args) == (wanted, casts_inside)
@@ -177,15 +177,15 @@ def test_failure_to_replace_puts_the_others_back(session, module):
     assert module.fn is dtypes
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda _: amp.float_function(3), TypeError, "int 3"),
-        (lambda users: (users, "missing"), ValueError, "No function 'missing' in users"),
-        (lambda users: (users, "__name__"), ValueError, "No function '__name__' in use"),
-        (lambda users: (users, users.fn), ValueError, "No function <function"),
-    ],
-)
+NO_FUNCTIONS = [
+    (lambda _: amp.float_function(3), TypeError, "int 3"),
+    (lambda users: (users, "missing"), ValueError, "No function 'missing' in users"),
+    (lambda users: (users, "__name__"), ValueError, "No function '__name__' in use"),
+    (lambda users: (users, users.fn), ValueError, "No function <function"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), NO_FUNCTIONS)
 def test_only_functions_that_are_there_are_taken(module, call, error, words):
     with pytest.raises(error, match=words):
         amp.register_float_function(*call(module))

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
-from tests.support.loops import in_a_thread, prepared, same
+from tests.support.loops import Body, grads, in_a_thread, prepared, same
 
 LOW = {"O1": torch.float16, "O4": torch.bfloat16}
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
@@ -72,10 +72,6 @@ def outcome(scenario, level, way):
     if way == "init":
         held._deactivate()
     return results
-
-
-def grads(model):
-    return [param.grad.clone() for param in model.parameters()]
 
 
 def compare(scenario, level, ways=("initialize", "beside a session", "init")):
@@ -146,17 +142,8 @@ def moved(model, optimizer):
     counted(model, optimizer)
 
 
-WRITES = [
-    counted,
-    pointed_elsewhere,
-    set_to,
-    stepped,
-    stepped_by_others,
-    loaded,
-    replaced,
-    in_a_block,
-    moved,
-]
+WRITES = [counted, pointed_elsewhere, set_to, stepped, stepped_by_others]
+WRITES += [loaded, replaced, in_a_block, moved]
 
 
 @pytest.mark.parametrize("level", LOW)
@@ -244,7 +231,7 @@ def test_both_passes_of_sam_see_their_weights(level):
     def scenario(model, optimizer):
         first = model(X).square().sum()
         first.backward()
-        away = grads(model)
+        away = grads(model.parameters())
         for param, grad in zip(model.parameters(), away, strict=True):
             param.data.add_(grad, alpha=0.125)
         optimizer.zero_grad()
@@ -253,7 +240,7 @@ def test_both_passes_of_sam_see_their_weights(level):
         for param, grad in zip(model.parameters(), away, strict=True):
             param.data.sub_(grad, alpha=0.125)
         optimizer.step()
-        return [first, second, *grads(model), model(X)]
+        return [first, second, *grads(model.parameters()), model(X)]
 
     compare(scenario, level)
 
@@ -288,7 +275,7 @@ def test_a_recompute_uses_the_weights_of_its_time(reentrant, level):
         for param in model.parameters():
             param.data.mul_(0.5)
         output.square().sum().backward()
-        return [before, output, *grads(model), model(X)]
+        return [before, output, *grads(model.parameters()), model(X)]
 
     compare(scenario, level)
 
@@ -338,7 +325,7 @@ def test_training_follows_an_evaluation_in_inference_mode(level):
             before = model(X).clone()
         loss = model(X).square().sum()
         loss.backward()
-        return [before, loss, *grads(model)]
+        return [before, loss, *grads(model.parameters())]
 
     compare(scenario, level)
 
@@ -390,14 +377,9 @@ class Product(nn.Linear):
         return x @ self.weight
 
 
-class Sums(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rows = nn.Embedding(8, 8)
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.linear(self.rows(torch.tensor([3])) + x)
+def sums():
+    parts = {"rows": nn.Embedding(8, 8), "linear": nn.Linear(8, 8)}
+    return Body(lambda self, x: self.linear(self.rows(torch.tensor([3])) + x), **parts)
 
 
 def tied():
@@ -418,7 +400,7 @@ STEPS = {
     "gru": (lambda: nn.GRUCell(8, 8), lambda m, x: m(x, x)),
     "lstm": (lambda: nn.LSTMCell(8, 8), lambda m, x: m(x)[0]),
     "rnn": (lambda: nn.RNNCell(8, 8), lambda m, x: m(x, x)),
-    "embedding": (Sums, lambda m, x: torch.tanh(m(x))),
+    "embedding": (sums, lambda m, x: torch.tanh(m(x))),
     "tied": (tied, lambda m, x: torch.tanh(m(x))),
     "parametrized": (lambda: weight_norm(nn.Linear(8, 8)), lambda m, x: torch.tanh(m(x))),
     "attention": (lambda: nn.MultiheadAttention(8, 2), lambda m, x: m(x, x, x)[0]),
@@ -479,6 +461,29 @@ def test_functions_of_a_script_share_casts_in_a_block_of_autocast(function, leve
         kept = kept_in_a_loop(step, layer)
     with amp.disable_casts(), block():
         assert kept_in_a_loop(step, layer) == kept > 0
+
+
+def print_bytes_kept(kind):
+    """Prints what a loop of the script keeps with a weight of its own, or of a list of modules."""
+    weight = nn.Parameter(torch.eye(8))
+    model, held = nn.Linear(4, 4), nn.ModuleList()
+    held.weight = weight
+    optimizer = torch.optim.SGD([*model.parameters(), weight], lr=0.1)
+    models = [model, held] if kind == "list" else [model]
+    step = lambda _, x: torch.tanh(F.linear(x, weight))  # noqa: E731
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+        wanted = kept_in_a_loop(step, model)
+    amp.initialize(models, optimizer, opt_level="O4", verbosity=0)
+    print(kept_in_a_loop(step, model), wanted)
+
+
+@pytest.mark.parametrize("kind", ["own", "list"])
+def test_a_weight_that_no_model_s_forward_uses_is_cast_once(kind):
+    """In a process of its own, as our kernels stay."""
+    code = f"from tests.casts.test_weights import print_bytes_kept as f; f({kind!r})"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    kept, wanted = subprocess.check_output(command, text=True).split()
+    assert kept == wanted
 
 
 @pytest.mark.gpu

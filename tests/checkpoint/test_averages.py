@@ -11,15 +11,13 @@ from torch.optim.swa_utils import AveragedModel
 from apex import amp
 from tests.support import loops
 
+EMA = swa_utils.get_ema_multi_avg_fn(0.75)
 FORMS = {
     "default": {},
     "swa": {"avg_fn": swa_utils.get_swa_avg_fn()},
     "ema": {"avg_fn": swa_utils.get_ema_avg_fn(0.75)},
-    "multi ema": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.75)},
-    "multi ema, buffers": {
-        "multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.75),
-        "use_buffers": True,
-    },
+    "multi ema": {"multi_avg_fn": EMA},
+    "multi ema, buffers": {"multi_avg_fn": EMA, "use_buffers": True},
     "multi swa": {"multi_avg_fn": swa_utils.get_swa_multi_avg_fn()},
 }
 

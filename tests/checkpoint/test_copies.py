@@ -44,13 +44,17 @@ class NestedNet(nn.Module):
         return self.inner(x) + self.outer(x) * self.frozen + self.shift
 
 
+def step(model, optimizer, x):
+    optimizer.zero_grad()
+    loops.scaled_backward(model(x).float().square().mean(), optimizer)
+    optimizer.step()
+
+
 def pair_trained(level, make_optimizer=loops.OPTIMIZERS["Adam"]):
-    model, optimizer = loops.prepared(level, make_optimizer, NestedNet())
+    pair = loops.prepared(level, make_optimizer, NestedNet())
     for x, _ in loops.batches(2):
-        optimizer.zero_grad()
-        loops.scaled_backward(model(x).float().square().mean(), optimizer)
-        optimizer.step()
-    return model, optimizer
+        step(*pair, x)
+    return pair
 
 
 def assert_plain(copied, state):
@@ -87,9 +91,7 @@ def test_a_shallow_copy_is_plain_and_follows_the_training(level):
     assert_plain(copied, dict(model.state_dict()))
     if level == "O3":  # without masters, a plain model cannot share its parameters
         return
-    optimizer.zero_grad()
-    loops.scaled_backward(model(loops.batch()[0]).float().sum(), optimizer)
-    optimizer.step()
+    step(model, optimizer, loops.batch()[0])
     with torch.no_grad():
         copied.outer.bias.fill_(0.3)
     state = model.state_dict()
@@ -178,10 +180,8 @@ def test_copies_that_are_prepared_again_train_as_the_originals(level):
     again = amp.initialize(*copy.deepcopy(pair), opt_level=level, verbosity=0)
     state = amp.state_dict()
     amp.load_state_dict(dict.fromkeys(state, scales["loss_scaler0"]))
-    for model, optimizer in (pair, again):
-        optimizer.zero_grad()
-        loops.scaled_backward(model(loops.batch()[0]).float().square().mean(), optimizer)
-        optimizer.step()
+    for trained in (pair, again):
+        step(*trained, loops.batch()[0])
     assert loops.same(dict(pair[0].state_dict()), dict(again[0].state_dict()))
 
 

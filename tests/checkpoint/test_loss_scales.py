@@ -33,9 +33,8 @@ def test_an_entry_has_apexs_two_numbers_and_says_whether_the_scale_is_static(lev
     loops.train(model, optimizer, data=loops.small_batches(2))
     state = amp.state_dict()
     assert type(state) is OrderedDict
-    assert state == {
-        "loss_scaler0": entry(2.0**16, 2) if level in loops.DYNAMIC else static(1.0, 2)
-    }
+    expected = entry(2.0**16, 2) if level in loops.DYNAMIC else static(1.0, 2)
+    assert state == {"loss_scaler0": expected}
     assert [*map(type, state["loss_scaler0"].values())][:2] == [float, int]
     loaded = loops.saved_and_loaded(state, weights_only=True)
     loops.overflow(model, optimizer)
@@ -75,20 +74,20 @@ def test_a_count_beyond_the_growth_interval_grows_the_scale_at_the_next_clean_st
     assert found(1) == [(16.0, 0)]
 
 
-@pytest.mark.parametrize(
-    ("present", "saved", "after", "words"),
-    [
-        ("dynamic", static(512.0, 9), 2.0**16, "dynamic (65536)"),
-        (128.0, entry(512.0, 9), 128.0, "static (128)"),
-        ("dynamic", static(1.0, 9), 2.0**16, None),  # O5's into O2
-        (1.0, entry(2.0**16, 9), 1.0, None),  # O2's into O5
-        (1.0, static(128.0, 9), 1.0, None),
-        (128.0, static(1.0, 9), 128.0, None),
-        (64.0, entry(64.0, 9), 64.0, None),
-        (2.0, static(1 / 3, 9), 1 / 3, None),
-        ("dynamic", entry(64.0, 9), 64.0, None),
-    ],
-)
+OTHER_SCALES = [
+    ("dynamic", static(512.0, 9), 2.0**16, "dynamic (65536)"),
+    (128.0, entry(512.0, 9), 128.0, "static (128)"),
+    ("dynamic", static(1.0, 9), 2.0**16, None),  # O5's into O2
+    (1.0, entry(2.0**16, 9), 1.0, None),  # O2's into O5
+    (1.0, static(128.0, 9), 1.0, None),
+    (128.0, static(1.0, 9), 128.0, None),
+    (64.0, entry(64.0, 9), 64.0, None),
+    (2.0, static(1 / 3, 9), 1 / 3, None),
+    ("dynamic", entry(64.0, 9), 64.0, None),
+]
+
+
+@pytest.mark.parametrize(("present", "saved", "after", "words"), OTHER_SCALES)
 def test_a_scale_of_another_kind_is_not_loaded_and_said_unless_one_scales_nothing(
     present, saved, after, words, caplog
 ):
@@ -121,28 +120,28 @@ def test_with_two_sessions_the_newest_is_loaded_into():
     assert found(1) == [(2.0**16, 0)]
 
 
-@pytest.mark.parametrize(
-    ("bad", "words"),
-    [
-        ({"model": {}}, "unexpected key 'model'"),
-        ({"loss_scaler01": entry(1.0, 0)}, "unexpected key 'loss_scaler01'"),
-        ({3: entry(1.0, 0)}, "unexpected key 3"),
-        ({"loss_scaler1": 3.0}, r"loss_scaler1\['loss_scale'\] is None; it must be a number"),
-        ({"loss_scaler1": {"loss_scale": 1.0}}, r"loss_scaler1\['unskipped'\] is None"),
-        ({"loss_scaler1": entry(0.0, 0)}, r"is 0\.0; it must be a number from 1\.17549e-38"),
-        ({"loss_scaler1": entry(float("nan"), 0)}, "is nan; it must"),
-        ({"loss_scaler1": entry(10**400, 0)}, "it must be a number from"),
-        ({"loss_scaler1": entry(1.0, -1)}, r"\['unskipped'\] is -1"),
-        ({"loss_scaler1": entry(8.0, 1.5)}, r"'unskipped'\] is 1.5; it must be a whole number"),
-        (
-            {"loss_scaler1": {**entry(8.0, 1), "apex_amp_v2": {}}},
-            "loss_scaler1 has 'apex_amp_v2', which a later release.*Load the checkpoint with that",
-        ),
-        ({"loss_scaler1": entry(True, 0)}, r"loss_scaler1\['loss_scale'\] is True"),
-        ({"loss_scaler2": entry(1.0, 0)}, "'loss_scaler1' is missing; the keys are loss_scaler0"),
-        (None, r"accepts the dict that amp\.state_dict"),
-    ],
-)
+BAD_STATES = [
+    ({"model": {}}, "unexpected key 'model'"),
+    ({"loss_scaler01": entry(1.0, 0)}, "unexpected key 'loss_scaler01'"),
+    ({3: entry(1.0, 0)}, "unexpected key 3"),
+    ({"loss_scaler1": 3.0}, r"loss_scaler1\['loss_scale'\] is None; it must be a number"),
+    ({"loss_scaler1": {"loss_scale": 1.0}}, r"loss_scaler1\['unskipped'\] is None"),
+    ({"loss_scaler1": entry(0.0, 0)}, r"is 0\.0; it must be a number from 1\.17549e-38"),
+    ({"loss_scaler1": entry(float("nan"), 0)}, "is nan; it must"),
+    ({"loss_scaler1": entry(10**400, 0)}, "it must be a number from"),
+    ({"loss_scaler1": entry(1.0, -1)}, r"\['unskipped'\] is -1"),
+    ({"loss_scaler1": entry(8.0, 1.5)}, r"'unskipped'\] is 1.5; it must be a whole number"),
+    (
+        {"loss_scaler1": {**entry(8.0, 1), "apex_amp_v2": {}}},
+        "loss_scaler1 has 'apex_amp_v2', which a later release.*Load the checkpoint with that",
+    ),
+    ({"loss_scaler1": entry(True, 0)}, r"loss_scaler1\['loss_scale'\] is True"),
+    ({"loss_scaler2": entry(1.0, 0)}, "'loss_scaler1' is missing; the keys are loss_scaler0"),
+    (None, r"accepts the dict that amp\.state_dict"),
+]
+
+
+@pytest.mark.parametrize(("bad", "words"), BAD_STATES)
 def test_a_bad_state_is_refused_by_name_and_changes_nothing(bad, words):
     _keep = loops.prepared("O2", num_losses=2)
     before = amp.state_dict()

@@ -66,6 +66,7 @@ def trained_custom(level):
 
 
 def saved_things(model, optimizer):
+    parts = {"model": model, "optimizer": optimizer, "amp": amp}
     return {
         "model": model,
         "every module": list(model.modules()),
@@ -73,11 +74,7 @@ def saved_things(model, optimizer):
         "pair": (model, optimizer),
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
         "scaler": _amp_state.loss_scalers[0],
-        "checkpoint": {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "amp": amp.state_dict(),
-        },
+        "checkpoint": {name: part.state_dict() for name, part in parts.items()},
     }
 
 

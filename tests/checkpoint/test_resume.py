@@ -60,9 +60,8 @@ def train_two_losses(model, optimizer, *, first):
             evaluate()
             optimizer.step()
     states = [dict(part.state_dict()) for part in (model, optimizer, amp)]
-    return loops.saved_and_loaded(
-        [*states, loops.values(model.parameters()), loops.masters(optimizer)]
-    )
+    states += [loops.values(model.parameters()), loops.masters(optimizer)]
+    return loops.saved_and_loaded(states)
 
 
 @pytest.mark.slow
@@ -79,11 +78,8 @@ def test_runs_resumed_in_a_new_process_are_the_uninterrupted_ones_bit_for_bit(tm
             assert len(set(scales[0])) == 2
         del pair
     torch.save(runs, tmp_path / "runs.pt")
-    subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.test_resume", str(tmp_path / "runs.pt")],
-        cwd=pathlib.Path(__file__).parents[2],
-        check=True,
-    )
+    command = [sys.executable, "-m", "tests.checkpoint.test_resume", str(tmp_path / "runs.pt")]
+    subprocess.run(command, cwd=pathlib.Path(__file__).parents[2], check=True)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,7 @@ from apex import amp
 from tests.clients.libraries import need
 from tests.support import loops
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 levels = pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 
 
@@ -104,6 +101,44 @@ def test_an_onnx_export_runs_or_names_its_line(level, dynamo):
     session = runtime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
     (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), expected.detach())
+
+
+@levels
+def test_torchao_quantizes_a_copy_to_4_bits_as_the_plain_model(level):
+    quantization = pytest.importorskip("torchao.quantization")
+    config = quantization.IntxWeightOnlyConfig(torch.int4)
+    net = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+    plain = copy.deepcopy(net)
+    model, _optimizer = loops.prepared(level, model=net)
+    copied = copy.deepcopy(model)
+    with amp.disable_casts(), torch.no_grad():
+        for each in (copied, plain):
+            quantization.quantize_(each, config)
+        assert torch.equal(copied(torch.ones(4, 32)), plain(torch.ones(4, 32)))
+
+
+def compiled_ahead(program, path):
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(path / "model.pt2"))
+    return torch._inductor.aoti_load_package(path)
+
+
+def by_executorch(program, path):
+    exir = pytest.importorskip("executorch.exir")
+    runtime = pytest.importorskip("executorch.runtime").Runtime.get()
+    lowered = exir.to_edge(program).to_executorch()
+    method = runtime.load_program(lowered.buffer).load_method("forward")
+    return lambda x: method.execute([x])[0]
+
+
+@pytest.mark.parametrize("run", [compiled_ahead, by_executorch])
+@levels
+def test_an_exported_copy_runs_elsewhere(level, run, tmp_path):
+    model, _optimizer = loops.prepared(level)
+    x = loops.batch()[0]
+    with amp.disable_casts(), torch.no_grad():
+        plain = copy.deepcopy(model).eval()
+        found = run(torch.export.export(plain, (x,)), tmp_path)(x)
+        torch.testing.assert_close(found, plain(x), rtol=0.0, atol=1e-6)
 
 
 @levels

@@ -242,18 +242,18 @@ def test_wrong_options_are_refused_at_once():
 # -- two ranks -------------------------------------------------------------------------------
 
 
+RANKS = [
+    ("O0", "forward"),
+    ("O1", "by itself"),
+    ("O2", "forward"),
+    ("O5", "by itself"),
+    ("O1", "sharded"),
+    ("O4", "sharded"),
+]
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("level", "how"),
-    [
-        ("O0", "forward"),
-        ("O1", "by itself"),
-        ("O2", "forward"),
-        ("O5", "by itself"),
-        ("O1", "sharded"),
-        ("O4", "sharded"),
-    ],
-)
+@pytest.mark.parametrize(("level", "how"), RANKS)
 def test_two_ranks_train_as_one_on_both_halves(level, how, tmp_path):
     script = Path(__file__).with_name("lightning_ranks.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -43,15 +43,8 @@ class BoundaryNet(nn.Module):
         head = self.head(layer_norm)
         pooled = head.exp().sum(1)
         product = torch.einsum("bij,bkj->bik", head, head).softmax(-1)
-        return {
-            "conv": conv,
-            "batch_norm": batch_norm,
-            "layer_norm": layer_norm,
-            "head": head,
-            "pooled": pooled,
-            "product": product,
-            "logits": F.log_softmax(pooled, 1),
-        }
+        given = {"conv": conv, "batch_norm": batch_norm, "layer_norm": layer_norm, "head": head}
+        return {**given, "pooled": pooled, "product": product, "logits": F.log_softmax(pooled, 1)}
 
 
 def net_and_optimizer(level, **options):

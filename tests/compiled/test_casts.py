@@ -22,14 +22,14 @@ def test_a_model_without_casts_computes_in_fp32():
     assert (run(torch.randn(3, 4)).dtype, graphs.frame_count) == (torch.float32, 1)
 
 
-@pytest.mark.parametrize(
-    ("wrap", "given", "wanted"),
-    [
-        (amp.half_function, torch.float32, torch.bfloat16),
-        (amp.float_function, torch.bfloat16, torch.float32),
-        (amp.promote_function, torch.float32, torch.float32),
-    ],
-)
+WRAPPERS = [
+    (amp.half_function, torch.float32, torch.bfloat16),
+    (amp.float_function, torch.bfloat16, torch.float32),
+    (amp.promote_function, torch.float32, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("wrap", "given", "wanted"), WRAPPERS)
 def test_user_functions_cast(wrap, given, wanted):
     run, _ = compiled(wrap(torch.maximum))
     assert run(torch.ones(2, dtype=given), torch.ones(2, dtype=torch.bfloat16)).dtype is wanted

@@ -8,20 +8,8 @@ from torch import nn
 from torch.nn.modules import module as modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.loops import Body as Body
 from tests.support.loops import grads
-
-
-class Body(nn.Module):
-    """A module whose forward is a given function of itself and the input."""
-
-    def __init__(self, function, **members):
-        super().__init__()
-        self.function = function
-        for name, value in members.items():
-            setattr(self, name, value)
-
-    def forward(self, x):
-        return self.function(self, x)
 
 
 class Exp(nn.Module):

@@ -114,15 +114,15 @@ def test_a_running_mean_that_stands_still_is_named(momentum, op):
     assert op is None or trace.worst.kind == "lost update"
 
 
-@pytest.mark.parametrize(
-    "update",
-    [
-        lambda average, new: average.mul_(0.999).add_(new, alpha=0.001),
-        lambda average, new: average.lerp_(new, 0.001),
-        lambda average, new: torch._foreach_lerp_([average], [new], 0.001),
-        lambda average, new: average.copy_(0.999 * average + 0.001 * new),
-    ],
-)
+UPDATES = [
+    lambda average, new: average.mul_(0.999).add_(new, alpha=0.001),
+    lambda average, new: average.lerp_(new, 0.001),
+    lambda average, new: torch._foreach_lerp_([average], [new], 0.001),
+    lambda average, new: average.copy_(0.999 * average + 0.001 * new),
+]
+
+
+@pytest.mark.parametrize("update", UPDATES)
 def test_an_average_of_weights_that_stands_still_is_named(update):
     model = nn.Linear(8, 8).bfloat16()
     average = copy.deepcopy(model)
@@ -233,9 +233,12 @@ def test_a_row_that_is_masked_as_a_whole_is_no_fault(value):
         assert trace.worst is None, f"{mode}: {trace}"
 
 
+@pytest.mark.parametrize("calls", [1, 60])
 @pytest.mark.parametrize("count", [lambda n: n.add_(1), lambda n: n + 1])
-def test_a_counter_that_stands_still_is_named(count):
+def test_a_counter_that_stands_still_is_named(count, calls):
     with amp.debug.trace_rounding() as trace:
-        count(torch.full((), 256.0, dtype=torch.bfloat16))
+        n = torch.full((), 256.0, dtype=torch.bfloat16)
+        for _ in range(calls):
+            n = count(n)
     assert trace.worst.kind == "lost update"
     assert "half a step of bfloat16" in trace.worst.why

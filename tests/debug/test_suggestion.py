@@ -95,22 +95,22 @@ def with_nan():
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "given", "message"),
-    [
-        (list, {}, "got list as the model; it takes a torch.nn.Module"),
-        (lambda: nn.Linear(4, 4).bfloat16(), {}, "'weight' is torch.bfloat16 on cpu"),
-        (lambda: nn.Linear(4, 4), {"loss_fn": "mse"}, "got str as loss_fn; it takes a function"),
-        (lambda: nn.Linear(4, 4), {"loss_fn": lambda output: output}, r"shape \(2, 4\)"),
-        (Draws, {}, "or differ between two runs"),
-        (with_nan, {}, r"not finite.*trace_overflow\(model\)"),
-        (
-            lambda: amp.initialize(nn.Linear(4, 4), opt_level="O5", verbosity=0),
-            {},
-            r"which amp has prepared.*before amp\.initialize",
-        ),
-    ],
-)
+BAD_INPUT = [
+    (list, {}, "got list as the model; it takes a torch.nn.Module"),
+    (lambda: nn.Linear(4, 4).bfloat16(), {}, "'weight' is torch.bfloat16 on cpu"),
+    (lambda: nn.Linear(4, 4), {"loss_fn": "mse"}, "got str as loss_fn; it takes a function"),
+    (lambda: nn.Linear(4, 4), {"loss_fn": lambda output: output}, r"shape \(2, 4\)"),
+    (Draws, {}, "or differ between two runs"),
+    (with_nan, {}, r"not finite.*trace_overflow\(model\)"),
+    (
+        lambda: amp.initialize(nn.Linear(4, 4), opt_level="O5", verbosity=0),
+        {},
+        r"which amp has prepared.*before amp\.initialize",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "given", "message"), BAD_INPUT)
 def test_bad_input_is_refused_with_a_reason(make, given, message):
     with pytest.raises((TypeError, ValueError), match=message):
         amp.debug.suggest_fp32(make(), torch.ones(2, 4), **given)

@@ -1,7 +1,9 @@
 """Ranks under a wrapper and one process on all their data: nets, batches, what is compared."""
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
+import apex.parallel
 from apex import amp
 from tests.support.loops import LEVELS, loss_of, masters, net, scaled_backward
 
@@ -12,6 +14,15 @@ EPS = {level: torch.finfo(LEVELS[level].compute).eps for level in LEVELS}
 def rank_batch(rank, step):
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(3, 4, generator=generator), torch.randn(3, 2, generator=generator)
+
+
+WRAPPERS = {
+    "torch": DistributedDataParallel,
+    "apex": apex.parallel.DistributedDataParallel,
+    "apex delayed": lambda m: apex.parallel.DistributedDataParallel(m, delay_allreduce=True),
+    "torch views": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
+    "torch static": lambda model: DistributedDataParallel(model, static_graph=True),
+}
 
 
 def prepare(level, seed, **options):

@@ -48,8 +48,7 @@ def joined_grads(factor=1.0):
 
 
 def assert_close(first, second, **tolerance):
-    for one, other in zip(first, second, strict=True):
-        torch.testing.assert_close(one, other, **(tolerance or TOLERANCE))
+    torch.testing.assert_close([*first], [*second], **(tolerance or TOLERANCE))
 
 
 # -- DistributedDataParallel ---------------------------------------------------------------------
@@ -66,17 +65,17 @@ def three_steps(rank, options):
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"delay_allreduce": True},
-        {"message_size": 8, "num_allreduce_streams": 2},
-        {"allreduce_always_fp32": True},
-        {"gradient_predivide_factor": 2.0},
-        {"gradient_predivide_factor": 3.0, "delay_allreduce": True},
-    ],
-)
+WRAPPER_OPTIONS = [
+    {},
+    {"delay_allreduce": True},
+    {"message_size": 8, "num_allreduce_streams": 2},
+    {"allreduce_always_fp32": True},
+    {"gradient_predivide_factor": 2.0},
+    {"gradient_predivide_factor": 3.0, "delay_allreduce": True},
+]
+
+
+@pytest.mark.parametrize("options", WRAPPER_OPTIONS)
 def test_ranks_train_like_one_process(on_two_ranks, options):
     expected = three_steps(None, {})
     for params in on_two_ranks(three_steps, options):

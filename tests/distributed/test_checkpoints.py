@@ -68,10 +68,7 @@ def load(model, optimizer, folder, *, has_scale=True):
         del loaded["amp"]
     dcp.load(loaded, checkpoint_id=folder)
     set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=loaded["model"],
-        optim_state_dict=loaded["optimizer"],
+        model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
     )
     if has_scale:
         amp.load_state_dict(loaded["amp"])

@@ -7,23 +7,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import apex.parallel
 from apex import amp
 from tests.distributed import cases
 from tests.support import loops
 
 pytestmark = pytest.mark.distributed
 
-WRAPPERS = {
-    "torch": DistributedDataParallel,
-    "apex": apex.parallel.DistributedDataParallel,
-    "apex delayed": lambda m: apex.parallel.DistributedDataParallel(m, delay_allreduce=True),
-    "torch views": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
-    "torch static": lambda model: DistributedDataParallel(model, static_graph=True),
-}
 
-
-ALL = [("O5", name) for name in WRAPPERS] + [
+ALL = [("O5", name) for name in cases.WRAPPERS] + [
     (level, name) for level in ("O1", "O2") for name in ("torch", "apex delayed")
 ]
 CASES = pytest.mark.parametrize(("level", "wrapper"), ALL)
@@ -54,7 +45,7 @@ def average_inside(rank, level):
 def train_rank(rank, level, wrapper, steps=20, poisoned=None):
     """Each rank has its own data and, before DDP, its own weights."""
     model, optimizer = cases.prepare(level, seed=rank)
-    parallel = WRAPPERS[wrapper](model)
+    parallel = cases.WRAPPERS[wrapper](model)
     batches = [cases.rank_batch(rank, step) for step in range(steps)]
     if poisoned is not None and poisoned[0] == rank:
         batches[poisoned[1]][0][0, 0] = float("inf")
@@ -76,7 +67,7 @@ def test_two_ranks_stay_alike_and_train_as_one_process_on_the_joined_batch(
 def clip_the_model(rank, wrapper, max_norm=2.0**-4):
     """Clips the gradients of the model, twice as they are rebuilt into buckets."""
     model, optimizer = cases.prepare("O5", seed=rank)
-    parallel = WRAPPERS[wrapper](model)
+    parallel = cases.WRAPPERS[wrapper](model)
     norms = []
     for step in range(3):
         optimizer.zero_grad()
@@ -88,7 +79,7 @@ def clip_the_model(rank, wrapper, max_norm=2.0**-4):
     return norms, cases.state(parallel, optimizer)
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", cases.WRAPPERS)
 def test_clipping_the_model_clips_the_masters_alike_on_all_ranks(on_two_ranks, wrapper):
     first, second = on_two_ranks(clip_the_model, wrapper)
     assert first == second
@@ -110,7 +101,7 @@ def test_an_inf_in_one_rank_skips_and_halves_on_all(on_two_ranks, level, wrapper
 def accumulate(rank, level, wrapper, delay, poisoned=None):
     """Three updates of three passes each; only the last pass of an update communicates."""
     model, optimizer = cases.prepare(level, seed=rank)
-    parallel = WRAPPERS[wrapper](model)
+    parallel = cases.WRAPPERS[wrapper](model)
     for update in range(3):
         for part in range(3):
             last = part == 2
@@ -155,7 +146,7 @@ def test_an_inf_without_sync_skips_the_update_on_all(on_two_ranks, level):
 def train_without_blocks(rank, wrapper, reads):
     """Plain passes, two an update; gradients are cleared after the forward pass."""
     model, optimizer = cases.prepare("O5", seed=rank)
-    parallel = WRAPPERS[wrapper](model)
+    parallel = cases.WRAPPERS[wrapper](model)
     for update in range(3):
         for part in range(2):
             with parallel.no_sync() if part == 0 else contextlib.nullcontext():

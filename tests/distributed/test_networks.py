@@ -110,9 +110,8 @@ def test_zero_redundancy_optimizer_trains_where_there_are_no_masters(on_two_rank
     first, second = on_two_ranks(train_with_sharded_state, level)
     assert first == second
     model = loops.net(3)
-    model, optimizer = cases.initialized(
-        level, model, torch.optim.Adam(model.parameters(), lr=1e-2)
-    )
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    model, optimizer = cases.initialized(level, model, adam)
     loops.train(model, optimizer, data=map(cases.joined, range(3)))
     cases.assert_trained_alike(first, optimizer, level, eps=32)
 

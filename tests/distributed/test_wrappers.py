@@ -11,9 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex import amp
-from apex.parallel import DistributedDataParallel as ApexDistributedDataParallel
 from apex.parallel import reduce_in_fp32
-from tests.distributed.cases import backward, initialized, net, prepare, rank_batch, state
+from tests.distributed.cases import WRAPPERS, backward, initialized, net, prepare, rank_batch, state
 from tests.support import loops
 
 pytestmark = pytest.mark.distributed
@@ -140,9 +139,8 @@ def train_unevenly(rank, level):
     parallel = DistributedDataParallel(model)
     try:
         with parallel.join():
-            loops.train(
-                parallel, optimizer, data=(rank_batch(rank, step) for step in range(2 + 2 * rank))
-            )
+            data = [rank_batch(rank, step) for step in range(2 + 2 * rank)]
+            loops.train(parallel, optimizer, data=data)
     except RuntimeError as error:
         return str(error)
     return state(model, optimizer)
@@ -162,16 +160,9 @@ def test_a_join_with_masters_or_a_dynamic_scale_is_refused(on_two_ranks, level):
 # -- made too early --------------------------------------------------------------------------
 
 
-WRAPPED_FIRST = {
-    "torch": DistributedDataParallel,
-    "apex": ApexDistributedDataParallel,
-    "apex delayed": lambda model: ApexDistributedDataParallel(model, delay_allreduce=True),
-}
-
-
 def wrapped_first(rank, level, wrap, compiled):
     """Trains under a wrapper whose model is prepared afterwards; or returns the error."""
-    wrapper = WRAPPED_FIRST[wrap](net(rank))
+    wrapper = WRAPPERS[wrap](net(rank))
     wrapper.module, optimizer = initialized(level, wrapper.module)
     parallel = torch.compile(wrapper, backend="eager") if compiled else wrapper
     try:

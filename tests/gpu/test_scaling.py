@@ -27,9 +27,7 @@ def test_gradients_of_another_device_than_the_flag_are_unscaled_and_checked(othe
 
 
 def test_numerics_of_a_model_on_two_devices_are_right():
-    model = torch.nn.Sequential(
-        torch.nn.Linear(2, 2, device="cuda:0"), torch.nn.Linear(2, 2, device="cuda:1")
-    )
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2, device=device) for device in DEVICES[1:]])
     for index, layer in enumerate(model):
         torch.nn.init.constant_(layer.weight, 2.0 + index)
         torch.nn.init.zeros_(layer.bias)

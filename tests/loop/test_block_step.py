@@ -43,9 +43,7 @@ def counted(monkeypatch):
     return taken
 
 
-def train_by_blocks(
-    name, monkeypatch, *, blocks, net=loops.net, clip=False, passes=1, shape=(3, 4)
-):
+def stepped(name, monkeypatch, *, blocks, net=loops.net, clip=False, passes=1, shape=(3, 4)):
     monkeypatch.setattr(block_step, "least_elements", 1 if blocks else 1e9)
     model, optimizer = loops.prepared("O5", KINDS[name], model=net())
     generator = torch.Generator().manual_seed(1)
@@ -64,9 +62,9 @@ def train_by_blocks(
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("clip", [False, True])
 def test_blocks_give_the_bits_of_a_step_over_fp32_gradients(name, clip, counted, monkeypatch):
-    by_blocks = train_by_blocks(name, monkeypatch, blocks=True, clip=clip)
+    by_blocks = stepped(name, monkeypatch, blocks=True, clip=clip)
     assert counted == [4, 4, 4]
-    assert loops.same(by_blocks, train_by_blocks(name, monkeypatch, blocks=False, clip=clip))
+    assert loops.same(by_blocks, stepped(name, monkeypatch, blocks=False, clip=clip))
 
 
 def channels_last_net():
@@ -76,9 +74,9 @@ def channels_last_net():
 @pytest.mark.parametrize("passes", [1, 2])
 def test_channels_last_and_batch_norm_go_along(passes, counted, monkeypatch):
     options = {"net": channels_last_net, "passes": passes, "shape": (3, 3, 4, 4)}
-    by_blocks = train_by_blocks("AdamW", monkeypatch, blocks=True, **options)
+    by_blocks = stepped("AdamW", monkeypatch, blocks=True, **options)
     assert bool(counted) == (passes == 1)  # a sum is in fp32
-    assert loops.same(by_blocks, train_by_blocks("AdamW", monkeypatch, blocks=False, **options))
+    assert loops.same(by_blocks, stepped("AdamW", monkeypatch, blocks=False, **options))
 
 
 def test_a_pre_hook_that_reads_a_gradient_gets_it_in_fp32(counted):
@@ -120,8 +118,8 @@ def test_the_peak_of_an_iteration(max_norm, most, monkeypatch):
 
 def test_an_optimizer_that_clips_by_itself_gets_fp32_gradients(monkeypatch):
     monkeypatch.setitem(KINDS, "clips", lambda p: FusedAdam(p, lr=1e-2, max_grad_norm=0.05))
-    by_blocks = train_by_blocks("clips", monkeypatch, blocks=True)
-    assert loops.same(by_blocks, train_by_blocks("clips", monkeypatch, blocks=False))
+    by_blocks = stepped("clips", monkeypatch, blocks=True)
+    assert loops.same(by_blocks, stepped("clips", monkeypatch, blocks=False))
 
 
 def test_no_hook_sees_a_stand_in():

@@ -99,16 +99,16 @@ def test_an_unprepared_optimizer_is_refused():
         amp.clip_grad_norm_(loops.net().parameters(), 1.0)
 
 
+NO_NORMS = [
+    (ValueError, -1.0, "must be at least 0"),
+    (ValueError, float("nan"), "must be at least 0"),
+    (ValueError, "x", "'x'"),
+    (TypeError, None, "NoneType"),
+]
+
+
 @pytest.mark.parametrize("name", ["max_norm", "norm_type"])
-@pytest.mark.parametrize(
-    ("error", "value", "words"),
-    [
-        (ValueError, -1.0, "must be at least 0"),
-        (ValueError, float("nan"), "must be at least 0"),
-        (ValueError, "x", "'x'"),
-        (TypeError, None, "NoneType"),
-    ],
-)
+@pytest.mark.parametrize(("error", "value", "words"), NO_NORMS)
 def test_a_norm_that_is_none_is_refused(name, error, value, words):
     _, optimizer = after_backward("O5")
     before = loops.grads(amp.master_params(optimizer))

@@ -164,11 +164,8 @@ def test_an_exception_leaves_what_was_added_to_a_delayed_pass_and_says_so(level)
 @levels
 def test_a_pass_reaches_optimizers_through_those_that_share_their_parameters(level, overflows):
     model = loops.Weights("abc")
-    optimizers = [
-        loops.sgd([model.a, model.b]),
-        loops.sgd([model.b, model.c]),
-        loops.sgd([model.c]),
-    ]
+    stepped = [[model.a, model.b], [model.b, model.c], [model.c]]
+    optimizers = [*map(loops.sgd, stepped)]
     initialize(model, optimizers, level)
     loops.scaled_backward(model(a=1.0, b=1.0, c=float("inf") if overflows else 1.0), optimizers[0])
     optimizers[2].step()
@@ -198,14 +195,14 @@ def overflowed(level, forgets, make_optimizer=loops.sgd):
     return nets[0], first
 
 
-@pytest.mark.parametrize(
-    ("forgets", "name"),
-    [
-        ("another's pass", "SGD"),
-        ("another's pass", "fused AdamW"),
-        ("a step that raised", "fused AdamW"),
-    ],
-)
+FORGETTING = [
+    ("another's pass", "SGD"),
+    ("another's pass", "fused AdamW"),
+    ("a step that raised", "fused AdamW"),
+]
+
+
+@pytest.mark.parametrize(("forgets", "name"), FORGETTING)
 @levels
 def test_an_overflow_is_remembered_until_a_step(level, forgets, name):
     model, optimizer = overflowed(level, forgets, loops.OPTIMIZERS[name])

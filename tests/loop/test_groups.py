@@ -44,15 +44,14 @@ def test_an_optimizer_may_train_an_input_of_a_model(level, kind):
 # -- groups change ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda w: {"params": [w]}, ValueError, "parameter"),
-        (lambda w: [w], TypeError, "must be a dict"),
-        (lambda w: {"param": [w], "lr": 1}, KeyError, "params"),
-    ],
-    ids=["stepped", "no dict", "no params"],
-)
+BAD_GROUPS = {
+    "stepped": (lambda w: {"params": [w]}, ValueError, "parameter"),
+    "no dict": (lambda w: [w], TypeError, "must be a dict"),
+    "no params": (lambda w: {"param": [w], "lr": 1}, KeyError, "params"),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "words"), BAD_GROUPS.values(), ids=BAD_GROUPS)
 @levels
 def test_a_bad_group_is_refused_and_nothing_changes(level, make, error, words):
     model, optimizer = loops.prepared(level)
@@ -63,9 +62,8 @@ def test_a_bad_group_is_refused_and_nothing_changes(level, make, error, words):
 
 @levels
 def test_groups_that_are_built_anew_step_the_same_masters(level):
-    (model, optimizer), expected = (
-        loops.prepared(level, loops.OPTIMIZERS["Adam"]) for _ in range(2)
-    )
+    pairs = [loops.prepared(level, loops.OPTIMIZERS["Adam"]) for _ in range(2)]
+    (model, optimizer), expected = pairs
     loops.train(model, optimizer, 2)
     optimizer.param_groups.clear()
     optimizer.add_param_group({"params": model.parameters()})
@@ -124,8 +122,7 @@ def test_a_frozen_parameter_with_a_gradient_is_stepped_as_torch_does(level):
         optimizer.step()
         return [param.float() for param in optimizer.param_groups[0]["params"]]
 
-    for own, wanted in zip(trained(True), trained(False), strict=True):
-        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(trained(True), trained(False), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:optimizer.step.. was called before any backward pass")

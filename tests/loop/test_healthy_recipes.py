@@ -369,27 +369,17 @@ def forward_gradients(level):
 # -- models and losses ---------------------------------------------------------------------------
 
 
-class Adapted(nn.Module):
+def adapted():
     """Low-rank adaptation."""
-
-    def __init__(self):
-        super().__init__()
-        self.base = nn.Linear(8, 4).requires_grad_(False)
-        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 4, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
+    down, up = nn.Linear(8, 2, bias=False), nn.Linear(2, 4, bias=False)
+    nn.init.zeros_(up.weight)
+    parts = {"base": nn.Linear(8, 4).requires_grad_(False), "down": down, "up": up}
+    return loops.Body(lambda self, x: self.base(x) + self.up(self.down(x)), **parts)
 
 
-class Prompted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.prompt = nn.Parameter(torch.zeros(8))
-        self.body = net().requires_grad_(False)
-
-    def forward(self, x):
-        return self.body(x + self.prompt)
+def prompted():
+    parts = {"prompt": nn.Parameter(torch.zeros(8)), "body": net().requires_grad_(False)}
+    return loops.Body(lambda self, x: self.body(x + self.prompt), **parts)
 
 
 class Quantizer(nn.Module):
@@ -421,8 +411,8 @@ def gradient_penalty(critic):
 
 
 MODELS = [
-    (Adapted, loss_of),
-    (Prompted, loss_of),
+    (adapted, loss_of),
+    (prompted, loss_of),
     (Quantizer, loss_of),
     (Graph, loss_of),
     (Tied, lambda model: F.cross_entropy(model(Y).float(), Y.roll(1))),

@@ -42,9 +42,8 @@ class Container(Optimizer):
             optimizer.step()
 
     def inner(self):
-        return [
-            p for each in self.optimizers for group in each.param_groups for p in group["params"]
-        ]
+        groups = [group for each in self.optimizers for group in each.param_groups]
+        return [param for group in groups for param in group["params"]]
 
 
 @masters

@@ -26,24 +26,20 @@ def scales_after(gradients, level="O1", **options):
 OK, INF = 1e-3, float("inf")
 
 
-@pytest.mark.parametrize(
-    ("options", "gradients", "exponents"),
-    [
-        ({"growth_interval": 3}, [OK] * 7, [16, 16, 17, 17, 17, 18, 18]),
-        ({"growth_interval": 3}, [OK, OK, INF, OK, OK, OK], [16, 16, 15, 15, 15, 16]),
-        (
-            {"growth_interval": 1, "growth_factor": 4.0, "backoff_factor": 0.125},
-            [OK, INF],
-            [18, 15],
-        ),
-        ({"growth_interval": 1, "max_loss_scale": 2.0**17}, [OK] * 3, [17] * 3),
-        ({"growth_interval": 1, "level": "O4"}, [OK] * 10, [*range(17, 25), 24, 24]),
-        ({"min_loss_scale": 2.0**15}, [INF] * 3, [15] * 3),
-        ({"loss_scale": "128.0"}, [OK, INF], [7, 7]),
-        ({"loss_scale": 64}, [OK, INF], [6, 6]),
-    ],
-    ids=["grows", "counts anew", "factors", "most", "2 to 24", "least", "string", "number"],
-)
+FACTORS = {"growth_interval": 1, "growth_factor": 4.0, "backoff_factor": 0.125}
+HISTORIES = {
+    "grows": ({"growth_interval": 3}, [OK] * 7, [16, 16, 17, 17, 17, 18, 18]),
+    "counts anew": ({"growth_interval": 3}, [OK, OK, INF, OK, OK, OK], [16, 16, 15, 15, 15, 16]),
+    "factors": (FACTORS, [OK, INF], [18, 15]),
+    "most": ({"growth_interval": 1, "max_loss_scale": 2.0**17}, [OK] * 3, [17] * 3),
+    "2 to 24": ({"growth_interval": 1, "level": "O4"}, [OK] * 10, [*range(17, 25), 24, 24]),
+    "least": ({"min_loss_scale": 2.0**15}, [INF] * 3, [15] * 3),
+    "string": ({"loss_scale": "128.0"}, [OK, INF], [7, 7]),
+    "number": ({"loss_scale": 64}, [OK, INF], [6, 6]),
+}
+
+
+@pytest.mark.parametrize(("options", "gradients", "exponents"), HISTORIES.values(), ids=HISTORIES)
 def test_the_scale_follows_the_gradients(options, gradients, exponents):
     options = {"loss_scale": "dynamic", **options}
     assert scales_after(gradients, **options) == [2.0**exponent for exponent in exponents]

@@ -100,25 +100,19 @@ def test_written_weights_reach_the_masters_where_they_differ(level, write):
         assert torch.equal(old.view(-1)[1:], value.view(-1)[1:])
 
 
-@pytest.mark.parametrize(
-    "write",
-    [lambda w: w.data.fill_(2.0), lambda w: nn.init.constant_(w, 2.0)],
-    ids=["data", "init"],
-)
+FILLS = {"data": lambda w: w.data.fill_(2.0), "init": lambda w: nn.init.constant_(w, 2.0)}
+
+
+@pytest.mark.parametrize("write", FILLS.values(), ids=FILLS)
 @pytest.mark.parametrize("when", ["at first", "after a look at the masters", "before a closure"])
 @levels
 def test_a_write_before_the_first_pass_reaches_the_masters(level, write, when):
     model, optimizer = loops.prepared(level, still, loss_scale=64.0)
-    exact = (
-        loops.masters(optimizer)
-        if when.startswith("after")
-        else loops.values(loops.net().parameters())
-    )
+    unread = loops.values(loops.net().parameters())
+    exact = loops.masters(optimizer) if when.startswith("after") else unread
     write(model[0].weight)
-    closure = when == "before a closure"
-    (loops.train_step_with_closure if closure else loops.train_step)(
-        model, optimizer, *loops.batch()
-    )
+    step = loops.train_step_with_closure if when == "before a closure" else loops.train_step
+    step(model, optimizer, *loops.batch())
     assert (model[0].weight == 2.0).all()
     found = loops.masters(optimizer)
     assert (found[0] == 2.0).all()
@@ -140,10 +134,10 @@ def test_masters_that_a_script_reads_before_the_first_pass_hold_what_it_wrote(le
     assert loops.same(loops.masters(optimizer)[1:], exact[1:])
 
 
-@pytest.mark.parametrize(
-    ("by", "back"),
-    [("data", "data"), ("data", "copy_"), ("copy_", "copy_"), ("data.copy_", "copy_")],
-)
+THERE_AND_BACK = [("data", "data"), ("data", "copy_"), ("copy_", "copy_"), ("data.copy_", "copy_")]
+
+
+@pytest.mark.parametrize(("by", "back"), THERE_AND_BACK)
 @levels
 def test_weights_changed_for_the_passes_alone_leave_masters_as_they_were(level, by, back):
     """Binary networks: Courbariaux et al., NeurIPS 2015."""

@@ -95,6 +95,7 @@ CLIPPED_INSIDE = "clear scale scaled clip end step"
 UNSCALED = "clear scale unscaled end step"
 LATE_BACKWARD = "clear scale end scaled step"
 WITHOUT_AMP = "clear plain step"
+ZEROED = "scale scaled end step zero"
 
 
 def messages(train, *given):
@@ -118,22 +119,22 @@ def assert_warns_once(level, lines, message, optimizer="SGD", **options):
     assert re.search(message, found)
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (UNSCALED, NOT_FROM_SCALED),
-        (LATE_BACKWARD, LATE),
-        (CLIPPED_INSIDE, CLIPPED),
-        ("clear delay scaled clip_values end clear", CLIPPED),
-        ("clear scale scaled clip_masters end step", CLIPPED),
-        ("clear delay scaled end clip_masters step", DELAYED),
-        ("clear delay scaled end clip step", DELAYED),
-        ("clear delay scaled end clip scale scaled end step", DELAYED),
-        ("clear scale scaled plain end step", SECOND),
-        (WITHOUT_AMP, PLAIN),
-        ("step_closure", PLAIN),
-    ],
-)
+MISTAKES = [
+    (UNSCALED, NOT_FROM_SCALED),
+    (LATE_BACKWARD, LATE),
+    (CLIPPED_INSIDE, CLIPPED),
+    ("clear delay scaled clip_values end clear", CLIPPED),
+    ("clear scale scaled clip_masters end step", CLIPPED),
+    ("clear delay scaled end clip_masters step", DELAYED),
+    ("clear delay scaled end clip step", DELAYED),
+    ("clear delay scaled end clip scale scaled end step", DELAYED),
+    ("clear scale scaled plain end step", SECOND),
+    (WITHOUT_AMP, PLAIN),
+    ("step_closure", PLAIN),
+]
+
+
+@pytest.mark.parametrize(("lines", "message"), MISTAKES)
 @fp16
 def test_a_mistake_of_fp16_levels_is_warned_of_once(level, lines, message):
     if lines != "step_closure":  # a dynamic scale refuses closures
@@ -141,15 +142,15 @@ def test_a_mistake_of_fp16_levels_is_warned_of_once(level, lines, message):
     assert_warns_once(level, lines, message, loss_scale=128.0)
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        "clear step scale scaled end",
-        "clear scale end step",
-        "clear scale scaled clear end step",
-        "scale_copy scaled end step",
-    ],
-)
+EMPTY_STEPS = [
+    "clear step scale scaled end",
+    "clear scale end step",
+    "clear scale scaled clear end step",
+    "scale_copy scaled end step",
+]
+
+
+@pytest.mark.parametrize("lines", EMPTY_STEPS)
 @levels
 def test_a_step_before_any_backward_pass_is_warned_of(level, lines):
     assert_warns_once(level, lines, EMPTY)
@@ -293,15 +294,12 @@ def test_an_optimizer_of_the_models_own_16_bit_weights_is_warned_of_once(level, 
 @pytest.mark.parametrize("unscale", [False, True])
 def test_torch_s_grad_scaler_in_place_of_scale_loss_trains_masters_in_silence(name, unscale):
     trained = []
-    for scales in (False, True):
+    for loss_scale in (1.0, None):
         net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        net.load_state_dict(
-            {key: torch.ones_like(value) for key, value in net.state_dict().items()}
-        )
-        model, optimizer = loops.prepared(
-            "O2", loops.OPTIMIZERS[name], net, loss_scale=1.0 if not scales else None
-        )
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scales)
+        for value in net.state_dict().values():
+            value.fill_(1)
+        model, optimizer = loops.prepared("O2", loops.OPTIMIZERS[name], net, loss_scale=loss_scale)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=loss_scale is None)
         for x, _ in loops.batches(2):
             optimizer.zero_grad()
             scaler.scale(model(x).square().mean()).backward()
@@ -331,18 +329,11 @@ def test_torch_s_grad_scaler_around_scale_loss_steps_alike_and_is_warned_of(leve
 # -- what is no mistake ----------------------------------------------------------------------
 
 
+FINE_AT_1 = [UNSCALED, LATE_BACKWARD, CLIPPED_INSIDE, WITHOUT_AMP, "step_closure", ZEROED]
+
+
 @pytest.mark.parametrize("level", ["O4", "O5"])
-@pytest.mark.parametrize(
-    "lines",
-    [
-        UNSCALED,
-        LATE_BACKWARD,
-        CLIPPED_INSIDE,
-        WITHOUT_AMP,
-        "step_closure",
-        "scale scaled end step zero",
-    ],
-)
+@pytest.mark.parametrize("lines", FINE_AT_1)
 def test_the_same_at_a_scale_of_1_is_no_mistake(level, lines):
     run_iterations(lines, loops.prepared(level))
 
@@ -373,18 +364,17 @@ def one_changed(model, scaled_loss):
     model[0].weight.grad[0].zero_()
 
 
-@pytest.mark.parametrize(
-    "backward",
-    [
-        lambda model, scaled_loss: (scaled_loss / 2).backward(),
-        lambda model, scaled_loss: torch.autograd.backward([scaled_loss]),
-        lambda model, scaled_loss: [scaled_loss.backward(retain_graph=True) for _ in range(2)],
-        with_slopes,
-        one_changed,
-        lambda model, scaled_loss: None,
-    ],
-    ids=["halved", "autograd", "twice", "slopes", "one changed", "no pass"],
-)
+PASSES = {
+    "halved": lambda model, scaled_loss: (scaled_loss / 2).backward(),
+    "autograd": lambda model, scaled_loss: torch.autograd.backward([scaled_loss]),
+    "twice": lambda model, loss: [loss.backward(retain_graph=True) for _ in range(2)],
+    "slopes": with_slopes,
+    "one changed": one_changed,
+    "no pass": lambda model, scaled_loss: None,
+}
+
+
+@pytest.mark.parametrize("backward", PASSES.values(), ids=PASSES)
 @fp16
 def test_other_ways_to_run_the_pass_are_no_mistake(level, backward):
     model, optimizer = loops.prepared(level, loss_scale=128.0)
@@ -498,10 +488,8 @@ def test_a_step_after_steps_in_hooks_is_no_mistake(level, scaled):
 
 
 def test_a_block_inside_one_of_another_optimizer_leaves_no_hooks_and_hides_no_mistake():
-    nets = [loops.net(), loops.net()]
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
-    amp.initialize(nets, optimizers, opt_level="O1", verbosity=0)
-    first, second = (loops.loss_of(net, *next(loops.batches(1))) for net in nets)
+    nets, optimizers = two("O1")
+    first, second = (loops.loss_of(net, *loops.batch()) for net in nets)
     told = pytest.warns(UserWarning, match="inside amp.scale_loss did not start at scaled_loss")
     with told, amp.scale_loss(first, optimizers[0]):
         with amp.scale_loss(second, optimizers[1]) as scaled_second:
@@ -513,17 +501,7 @@ def test_a_block_inside_one_of_another_optimizer_leaves_no_hooks_and_hides_no_mi
 
 @fp16
 def test_zeros_by_hand_after_a_step_are_no_mistake(level):
-    run_iterations("scale scaled end step zero", loops.prepared(level, loss_scale=128.0))
-
-
-@fp16
-def test_mistakes_are_found_in_another_thread_than_that_of_initialize(level):
-    model, optimizer = loops.prepared(level)
-
-    def train():
-        run(CLIPPED_INSIDE, model, optimizer, *loops.batch())
-
-    assert re.search(CLIPPED, messages(loops.in_a_thread, train)[0])
+    run_iterations(ZEROED, loops.prepared(level, loss_scale=128.0))
 
 
 @levels

@@ -1,7 +1,6 @@
 """Optimizers of others: with tables, arguments, hooks or wrappers of their own, or no groups."""
 
 import abc
-import functools
 from collections import deque
 from unittest.mock import MagicMock
 
@@ -52,10 +51,8 @@ def test_tables_by_parameters_and_their_ids_are_carried_over_and_back(level):
     amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
     before = loops.masters(optimizer)
     loops.train_step(model, optimizer, *loops.batch())
-    changed = [
-        not torch.equal(*pair) for pair in zip(before, loops.masters(optimizer), strict=True)
-    ]
-    assert changed == [False, True, True, True]
+    pairs = zip(before, loops.masters(optimizer), strict=True)
+    assert [torch.equal(*pair) for pair in pairs] == [True, False, False, False]
     amp.restore(model, optimizer)
     params = [*model.parameters()]
     assert optimizer.excluded == {id(params[0])}
@@ -107,14 +104,12 @@ class InHooks(torch.optim.Optimizer):
 def test_an_optimizer_that_steps_in_hooks_works_where_gradients_and_weights_are_fp32(level):
     model = loops.net()
     optimizer = InHooks(model.parameters())
-    initialize = functools.partial(
-        amp.initialize, model, optimizer, opt_level=level, master_weights=None, verbosity=0
-    )
+    options = {"opt_level": level, "verbosity": 0}
     if level in ("O1", "O2", "O5"):
         with loops.nothing_changes(model), pytest.raises(RuntimeError, match="opt_level 'O4'"):
-            initialize()
+            amp.initialize(model, optimizer, **options)
         return
-    initialize()
+    amp.initialize(model, optimizer, **options)
     loops.train_step(model, optimizer, *loops.batch())
     assert optimizer.steps == 4
     amp.restore(model, optimizer)  # else the casts stay until Python collects the hooks
@@ -133,9 +128,7 @@ class SecondOrder(torch.optim.SGD):
 @pytest.mark.parametrize("level", loops.MIXED)
 def test_an_optimizer_of_second_order_works_without_masters(level):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    model, optimizer = loops.prepared(
-        level, lambda p: SecondOrder(p, lr=0.1), model, loss_scale=1.0
-    )
+    model, optimizer = loops.prepared(level, SecondOrder, model, loss_scale=1.0)
     with amp.scale_loss(loops.loss_of(model, *loops.batch()), optimizer) as scaled_loss:
         scaled_loss.backward(create_graph=True)
     if level in loops.WITH_MASTERS:
@@ -288,9 +281,8 @@ class ClearsEverySecondTime(torch.optim.SGD):
 
 @pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_gradients_that_an_own_zero_grad_leaves_are_added_to(level):
-    made = [
-        loops.prepared(level, kind) for kind in (loops.sgd, lambda p: ClearsEverySecondTime(p, 0.1))
-    ]
+    kinds = loops.sgd, lambda params: ClearsEverySecondTime(params, lr=0.1)
+    made = [loops.prepared(level, kind) for kind in kinds]
     (model, optimizer), own = made
     for x, y in loops.batches(4):
         for _ in range(2):

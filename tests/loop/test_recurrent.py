@@ -17,16 +17,12 @@ pytestmark = pytest.mark.gpu
 IN_PIECES = () if torch.bfloat16 in torch.backends.cudnn.CUDNN_TENSOR_DTYPES else ("O4", "O5")
 COMPACTED = pytest.mark.filterwarnings("ignore:RNN module weights are not part:UserWarning")
 EPS = {"O1": 2**-10, "O2": 2**-10, "O4": 2**-7, "O5": 2**-7}
+LEVELS = [pytest.param(level, marks=COMPACTED) if level in IN_PIECES else level for level in EPS]
 
 
-class Tagger(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.rnn = kind(4, 3, num_layers=2, bidirectional=True)
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, x):
-        return self.head(self.rnn(x)[0])
+def tagger(kind):
+    parts = {"rnn": kind(4, 3, num_layers=2, bidirectional=True), "head": nn.Linear(6, 2)}
+    return loops.Body(lambda self, x: self.head(self.rnn(x)[0]), **parts)
 
 
 def sequences():
@@ -39,30 +35,25 @@ def in_one_piece(model):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize(
-    "level",
-    [pytest.param(level, marks=COMPACTED) if level in IN_PIECES else level for level in EPS],
-)
+@pytest.mark.parametrize("level", LEVELS)
 def test_weights_are_in_one_piece_and_train_as_on_the_cpu(level, kind):
-    here = Tagger(kind)
+    here = tagger(kind)
     there = copy.deepcopy(here).cuda()
     pairs = [loops.prepared(level, model=model, loss_scale=64.0) for model in (here, there)]
     assert in_one_piece(there) or (level == "O5" and level in IN_PIECES)
     x, y = sequences()
     for _ in range(3):
-        losses = [
-            loops.train_step(*pairs[0], x, y),
-            loops.train_step(*pairs[1], x.cuda(), y.cuda()),
-        ]
+        expected = loops.train_step(*pairs[0], x, y)
+        loss = loops.train_step(*pairs[1], x.cuda(), y.cuda())
     assert in_one_piece(there) or (level == "O5" and level in IN_PIECES)
     tolerance = 16 * EPS[level]
-    torch.testing.assert_close(losses[1].cpu(), losses[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(loss.cpu(), expected, rtol=tolerance, atol=tolerance)
     for one, other in zip(*(loops.masters(optimizer) for _, optimizer in pairs), strict=True):
         torch.testing.assert_close(other.cpu(), one, rtol=tolerance, atol=tolerance)
 
 
 def test_weights_stay_in_one_piece_whatever_writes_them():
-    model, optimizer = loops.prepared("O2", model=Tagger(nn.LSTM).cuda())
+    model, optimizer = loops.prepared("O2", model=tagger(nn.LSTM).cuda())
     x = sequences()[0].cuda()
     model.load_state_dict(model.state_dict())
     for master in amp.master_params(optimizer):

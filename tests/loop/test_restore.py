@@ -63,19 +63,12 @@ def test_gradients_of_shared_parameters_come_back_once(level):
     assert loops.same(grads, loops.grads(model.parameters()))
 
 
-class Mixed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.trained = nn.Linear(4, 4)
-        self.frozen = nn.Linear(4, 4).requires_grad_(False)
-        self.register_buffer("table", torch.randn(4, 4))
-
-
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("optimizers", [True, False])
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 def test_what_was_held_in_fp32_comes_back_to_the_last_bit(level, optimizers, keeps):
-    model = Mixed()
+    parts = {"trained": nn.Linear(4, 4), "frozen": nn.Linear(4, 4).requires_grad_(False)}
+    model = loops.Body(None, **parts, table=nn.Buffer(torch.randn(4, 4)))
     exact = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = loops.sgd(model.trained.parameters()) if optimizers else None
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, keep_fp32_values=keeps)

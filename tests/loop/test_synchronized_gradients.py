@@ -69,13 +69,11 @@ def after_a_plain_pass(model, optimizer, x, y):
 WAYS = [in_the_block, after_a_delayed_pass, after_a_plain_pass]
 
 
-@pytest.mark.parametrize(
-    ("level", "train"),
-    [
-        ("O1", in_the_step),  # with masters, inside the block, as in apex
-        *itertools.product(loops.LEVELS_SHORT, WAYS),
-    ],
-)
+# With masters, inside the block, as in apex.
+CASES = [("O1", in_the_step), *itertools.product(loops.LEVELS_SHORT, WAYS)]
+
+
+@pytest.mark.parametrize(("level", "train"), CASES)
 def test_the_step_takes_averages(level, train):
     scale = 1.0 if level == "O5" or train is after_a_plain_pass else 128.0
     model, optimizer = loops.prepared(level, Averaging, loss_scale=scale)

@@ -155,11 +155,8 @@ class Hooks(nn.Module):
 
 @idiom(
     lambda m: (
-        type(m).hook is Hooks.hook,
-        type(m).other is Hooks.other,
-        m.__class__.other is Overrides.other,
-        m.hook() + m.other(),
-        m.hook.__self__ is m,
+        (type(m).hook is Hooks.hook, type(m).other is Hooks.other),
+        (m.__class__.other is Overrides.other, m.hook() + m.other(), m.hook.__self__ is m),
         m.hook.__code__ is Hooks.hook.__code__,  # as Lightning tells what a script overrides
     )
 )
@@ -232,17 +229,11 @@ class Recursive(nn.Linear):
 
 @idiom(
     lambda m: (
-        inspect.iscoroutinefunction(m.a),
-        inspect.isasyncgenfunction(m.b),
-        inspect.isgeneratorfunction(m.c),
-        inspect.iscoroutinefunction(type(m).a),
-        list(m.c()),
-        m.d.tag,
-        inspect.getsource(m.c),
-        str(inspect.signature(m.d)),
-        str(inspect.signature(m.forward)),
+        [inspect.iscoroutinefunction(each) for each in (m.a, type(m).a)],
+        (inspect.isasyncgenfunction(m.b), inspect.isgeneratorfunction(m.c), list(m.c())),
+        (m.d.tag, inspect.getsource(m.c), m.forward.__doc__),
+        [str(inspect.signature(each)) for each in (m.d, m.forward)],
         inspect.getfullargspec(m.forward).args,  # as Lightning 1 and tape read it
-        m.forward.__doc__,
     )
 )
 class Inspected(nn.Linear):

@@ -16,13 +16,8 @@ from tests.model.nets import LOW, BufferNet, converted, dtypes_of, x
 def test_parameters_and_buffers_are_cast_but_batch_norm_and_integers():
     assert set(dtypes_of(converted(nn.Linear(2, 2).double(), "O0")).values()) == {torch.float32}
     dtypes = dtypes_of(converted(BufferNet().double()))
-    assert {name for name, dtype in dtypes.items() if dtype is LOW} == {
-        "first.weight",
-        "first.bias",
-        "last.weight",
-        "last.bias",
-        "shift",
-    }
+    low = {"first.weight", "first.bias", "last.weight", "last.bias", "shift"}
+    assert {name for name, dtype in dtypes.items() if dtype is LOW} == low
     assert dtypes["norm.weight"] is dtypes["norm.running_var"] is torch.float32
     assert dtypes["count"] is dtypes["norm.num_batches_tracked"] is torch.int64
 

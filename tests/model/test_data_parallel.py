@@ -73,9 +73,8 @@ def test_replicas_in_threads_give_what_the_model_gives_and_train_it(level):
         loops.train_step(wrapped, optimizer, x, y)
         loops.train_step(*expected, x, y)
     # The halves' gradients are rounded each by itself before they are added.
-    for start, after, reference in zip(
-        loops.net().parameters(), loops.masters(optimizer), loops.masters(expected[1]), strict=True
-    ):
+    lists = loops.net().parameters(), loops.masters(optimizer), loops.masters(expected[1])
+    for start, after, reference in zip(*lists, strict=True):
         moved = (reference - start).abs().max()
         assert moved > 0
         assert (after - reference).abs().max() <= 4 * EPS[level] * moved + 1e-6

@@ -67,15 +67,15 @@ def test_batch_norm_rule_and_fp32_modules_add_up():
     assert model(x()).dtype is torch.float32
 
 
-@pytest.mark.parametrize(
-    ("rule", "words"),
-    [
-        ("two.nrom", r"'two\.nrom', which matches no submodule.*two\.norm"),
-        (nn.InstanceNorm1d, r"InstanceNorm1d, which matches no submodule.*LayerNorm"),
-        (3, r"3, which matches no submodule\. Known are"),
-        (nn.ReLU(), r"ReLU\(\), which matches no submodule\. Known are"),
-    ],
-)
+NO_MODULES = [
+    ("two.nrom", r"'two\.nrom', which matches no submodule.*two\.norm"),
+    (nn.InstanceNorm1d, r"InstanceNorm1d, which matches no submodule.*LayerNorm"),
+    (3, r"3, which matches no submodule\. Known are"),
+    (nn.ReLU(), r"ReLU\(\), which matches no submodule\. Known are"),
+]
+
+
+@pytest.mark.parametrize(("rule", "words"), NO_MODULES)
 def test_what_matches_nothing_is_refused_with_close_names(rule, words):
     model = Two()
     with pytest.raises(ValueError, match=words):

@@ -74,9 +74,8 @@ def test_gradients_per_sample_are_those_of_explicit_casts(level):
     x, y = loops.batch()
     per_sample = (None, 0, 0)
     params = params_of(model)
-    got = vmap(grad(sample_loss(lambda p, x: functional_call(model, p, (x,)))), per_sample)(
-        params, x, y
-    )
+    gradient = grad(sample_loss(lambda p, x: functional_call(model, p, (x,))))
+    got = vmap(gradient, per_sample)(params, x, y)
     with amp.disable_casts():
         expected = vmap(grad(sample_loss(by_hand(level))), per_sample)(params, x, y)
     assert got["0.weight"].shape == (3, 8, 4)
@@ -92,6 +91,5 @@ def test_an_ensemble_by_vmap_gives_what_its_models_give(level):
     x = loops.batch()[0]
     together = vmap(lambda p, b: functional_call(base, (p, b), (x,)))(params, buffers)
     alone = torch.stack([model(x) for model in models])
-    torch.testing.assert_close(
-        together, alone, rtol=0.0, atol=2 * EPS[level] + 1e-6, check_dtype=False
-    )
+    eps = 2 * EPS[level] + 1e-6
+    torch.testing.assert_close(together, alone, rtol=0.0, atol=eps, check_dtype=False)

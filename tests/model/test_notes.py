@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from apex import amp
 from tests.model.nets import LOW, converted
-from tests.support.loops import scaled_backward
+from tests.support.loops import Body, scaled_backward
 
 LOW_LEVELS = pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 
@@ -32,14 +32,9 @@ def train_prepared(model, steps=4, level="O5", after=lambda model: None, lr=0.1,
 # -- buffers that are rounded ---------------------------------------------------------------------
 
 
-class Positions(nn.Module):
-    def __init__(self, table, persistent=True):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("table", table, persistent=persistent)
-
-    def forward(self, x):
-        return self.linear(x)
+def positions(table, persistent=True):
+    parts = {"linear": nn.Linear(4, 4), "table": nn.Buffer(table, persistent=persistent)}
+    return Body(lambda self, x: self.linear(x), **parts)
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -50,19 +45,19 @@ def test_buffers_that_lose_distinct_values_are_named_with_the_line(caplog, level
         (lambda model: model, "table", {"fp32_buffers": ["table"]}),
     ):
         caplog.clear()
-        converted(wrap(Positions(torch.arange(4096.0), persistent)), level)
+        converted(wrap(positions(torch.arange(4096.0), persistent)), level)
         (text,) = messages(caplog)
         assert named in text
         assert "{}={}".format(*next(iter(line.items()))) in text
         caplog.clear()
-        model = converted(wrap(Positions(torch.arange(4096.0), persistent)), level, **line)
+        model = converted(wrap(positions(torch.arange(4096.0), persistent)), level, **line)
         assert model.get_buffer(named).dtype is torch.float32
         assert not messages(caplog)
 
 
 @pytest.mark.parametrize("table", [torch.arange(256.0), torch.ones(9000), torch.arange(4096)])
 def test_buffers_that_lose_none_are_not_named(caplog, table):
-    converted(nn.Sequential(Positions(table)))
+    converted(nn.Sequential(positions(table)))
     assert not messages(caplog)
 
 
@@ -80,10 +75,10 @@ def test_frequencies_of_rotary_embeddings_stay_in_fp32(level, persistent):
 
 
 def test_other_names_can_be_added_and_unknown_ones_are_refused():
-    model = nn.Sequential(Positions(torch.ones(2)), Positions(torch.ones(2)))
+    model = nn.Sequential(positions(torch.ones(2)), positions(torch.ones(2)))
     converted(model, fp32_buffers=["1.tab*"])
     assert (model[0].table.dtype, model[1].table.dtype) == (LOW, torch.float32)
-    model = nn.Sequential(Positions(torch.ones(2)))
+    model = nn.Sequential(positions(torch.ones(2)))
     with pytest.raises(ValueError, match=r"'0.tabel', which matches no buffer. Did you mean 0.tab"):
         converted(model, fp32_buffers=["0.tabel"])
     with pytest.raises(ValueError, match="O2, O3 or O5"):
@@ -101,7 +96,7 @@ ORDERLESS = {
 @pytest.mark.parametrize("name", ORDERLESS)
 @LOW_LEVELS
 def test_tables_without_an_order_are_not_named(caplog, level, name):
-    converted(nn.Sequential(Positions(ORDERLESS[name])), level)
+    converted(nn.Sequential(positions(ORDERLESS[name])), level)
     assert not messages(caplog)
 
 
@@ -109,7 +104,7 @@ def test_tables_without_an_order_are_not_named(caplog, level, name):
 @pytest.mark.parametrize("sign", [1, -1])
 def test_ordered_tables_of_any_shape_are_named(caplog, shape, sign):
     table = sign * torch.linspace(0, 1, 4096).view(shape)
-    converted(nn.Sequential(Positions(table)))
+    converted(nn.Sequential(positions(table)))
     assert "0.table" in messages(caplog)[0]
 
 
@@ -180,7 +175,7 @@ def test_in_fp32_nothing_is_said(caplog, level):
 def test_the_line_keeps_them_exact_and_single_writes_are_not_meant(caplog):
     model, _ = train_prepared(nn.Sequential(Codebook(), nn.BatchNorm1d(4)), 300, fp32_modules=["0"])
     assert model[0].count == 300
-    filled = converted(Positions(torch.ones(4)))
+    filled = converted(positions(torch.ones(4)))
     filled.table.zero_()
     for each in (filled, converted(nn.Sequential(Codebook())).eval()):
         for _ in range(4):
@@ -300,7 +295,7 @@ def test_buffers_that_are_averaged_between_forwards_are_named(caplog):
     def after(model):
         model[0].table.lerp_(torch.ones_like(model[0].table), 0.01)
 
-    train_prepared(nn.Sequential(Positions(torch.zeros(4))), 6, after=after)
+    train_prepared(nn.Sequential(positions(torch.zeros(4))), 6, after=after)
     assert "0.table" in messages(caplog)[0]
 
 
@@ -433,8 +428,7 @@ def test_copies_and_averages_of_them_are_not_named(caplog):
     twin, average = copy.deepcopy(model), AveragedModel(model)
     for _ in range(6):
         optimizer.zero_grad()
-        with amp.scale_loss(model(torch.ones(2, 4)).float().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(model(torch.ones(2, 4)).float().mean(), optimizer)
         optimizer.step()
         average.update_parameters(model)
         with torch.no_grad():

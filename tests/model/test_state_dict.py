@@ -12,10 +12,8 @@ from tests.model.nets import LOW, BufferNet, Tied, converted, exact_of, with_mas
 def random_state(model):
     """An fp32 state dict whose values no low-precision type holds exactly."""
     torch.manual_seed(1)
-    return {
-        name: torch.rand_like(t) if t.is_floating_point() else t
-        for name, t in BufferNet().state_dict().items()
-    }
+    state = BufferNet().state_dict()
+    return {name: torch.rand_like(t) if t.is_floating_point() else t for name, t in state.items()}
 
 
 def test_low_precision_entries_are_fp32_and_others_stay():

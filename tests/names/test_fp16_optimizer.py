@@ -219,19 +219,19 @@ def test_groups_keep_their_identity_and_hold_the_masters(wrapper):
     torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "error", "words"),
-    [
-        (lambda m: m, {}, TypeError, "got Sequential; it wraps an optimizer"),
-        (lambda m: sgd(m.double()), {}, TypeError, r"got a parameter of torch\.float64"),
-        (sgd, {"dynamic_loss_scale": "no"}, TypeError, "is 'no'; it must be a bool"),
-        (sgd, {**DYNAMIC, "dynamic_loss_args": {"window": 3}}, TypeError, r"holds \['window'\]"),
-        (sgd, {**DYNAMIC, "dynamic_loss_args": [1]}, TypeError, "not a mapping"),
-        (sgd, {"static_loss_scale": 0.0}, ValueError, "positive, finite"),
-        (sgd, {"static_loss_scale": "dynamic"}, ValueError, "dynamic_loss_scale=True"),
-        (sgd, {**DYNAMIC, "dynamic_loss_args": {"init_scale": "x"}}, ValueError, "positive"),
-    ],
-)
+BAD_ARGUMENTS = [
+    (lambda m: m, {}, TypeError, "got Sequential; it wraps an optimizer"),
+    (lambda m: sgd(m.double()), {}, TypeError, r"got a parameter of torch\.float64"),
+    (sgd, {"dynamic_loss_scale": "no"}, TypeError, "is 'no'; it must be a bool"),
+    (sgd, {**DYNAMIC, "dynamic_loss_args": {"window": 3}}, TypeError, r"holds \['window'\]"),
+    (sgd, {**DYNAMIC, "dynamic_loss_args": [1]}, TypeError, "not a mapping"),
+    (sgd, {"static_loss_scale": 0.0}, ValueError, "positive, finite"),
+    (sgd, {"static_loss_scale": "dynamic"}, ValueError, "dynamic_loss_scale=True"),
+    (sgd, {**DYNAMIC, "dynamic_loss_args": {"init_scale": "x"}}, ValueError, "positive"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "error", "words"), BAD_ARGUMENTS)
 def test_bad_arguments_change_nothing(make, options, error, words):
     for wrapper in (OLD, FLAT, LISTED):
         model = net()
@@ -301,15 +301,15 @@ def unpickled(**attributes):
 BOUNDS = {"_min_loss_scale": None, "_max_loss_scale": 2.0**24, "_scale_seq_len": 2000}
 
 
-@pytest.mark.parametrize(
-    ("scaler", "steps"),
-    [
-        (Pickled(_loss_scale=512.0, _unskipped=7, dynamic=True), 7),
-        (unpickled(_loss_scale=512.0, _unskipped=7, dynamic=True, **BOUNDS), 7),
-        (Pickled(cur_scale=512.0, cur_iter=9, last_overflow_iter=4), 4),
-        (fp16_utils.DynamicLossScaler(init_scale=512.0), 0),
-    ],
-)
+SCALERS = [
+    (Pickled(_loss_scale=512.0, _unskipped=7, dynamic=True), 7),
+    (unpickled(_loss_scale=512.0, _unskipped=7, dynamic=True, **BOUNDS), 7),
+    (Pickled(cur_scale=512.0, cur_iter=9, last_overflow_iter=4), 4),
+    (fp16_utils.DynamicLossScaler(init_scale=512.0), 0),
+]
+
+
+@pytest.mark.parametrize(("scaler", "steps"), SCALERS)
 def test_a_scaler_of_apexs_checkpoint_is_read(scaler, steps):
     _, optimizer = build(OLD, dynamic_loss_scale=True)
     optimizer.load_state_dict({**optimizer.state_dict(), "loss_scaler": scaler})

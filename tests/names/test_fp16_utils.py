@@ -28,15 +28,15 @@ class EmbeddingNet(nn.Module):
 # -- half models -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "to_half",
-    [
-        lambda net: fp16_utils.network_to_half(net)[1],
-        lambda net: fp16_utils.FP16Model(net).network,
-        lambda net: fp16_utils.convert_network(net, HALF),
-        lambda net: fp16_utils.BN_convert_float(net.half()),
-    ],
-)
+TO_HALF = [
+    lambda net: fp16_utils.network_to_half(net)[1],
+    lambda net: fp16_utils.FP16Model(net).network,
+    lambda net: fp16_utils.convert_network(net, HALF),
+    lambda net: fp16_utils.BN_convert_float(net.half()),
+]
+
+
+@pytest.mark.parametrize("to_half", TO_HALF)
 def test_a_half_network_keeps_affine_batch_norm_in_fp32(to_half):
     model = EmbeddingNet()
     before = list(model.parameters())
@@ -166,17 +166,17 @@ def test_backward_scales_the_loss(scaler):
     assert scaler.scale_gradient(None, (torch.ones(1),), None)[0].item() == 4.0
 
 
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        (lambda: LossScaler("x"), ValueError),
-        (lambda: DynamicLossScaler(init_scale=-1.0), ValueError),
-        (lambda: DynamicLossScaler(scale_factor=1.0), ValueError),
-        (lambda: DynamicLossScaler(scale_window=0), ValueError),
-        (lambda: LossScaler(8.0).backward(1.0), TypeError),
-        (lambda: LossScaler(8.0).backward(torch.tensor(1)), TypeError),
-    ],
-)
+BAD_VALUES = [
+    (lambda: LossScaler("x"), ValueError),
+    (lambda: DynamicLossScaler(init_scale=-1.0), ValueError),
+    (lambda: DynamicLossScaler(scale_factor=1.0), ValueError),
+    (lambda: DynamicLossScaler(scale_window=0), ValueError),
+    (lambda: LossScaler(8.0).backward(1.0), TypeError),
+    (lambda: LossScaler(8.0).backward(torch.tensor(1)), TypeError),
+]
+
+
+@pytest.mark.parametrize(("call", "error"), BAD_VALUES)
 def test_bad_values_are_refused(call, error):
     with pytest.raises(error, match=r"it must (be|have) a|it must be (above|at least) 1"):
         call()

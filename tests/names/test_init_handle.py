@@ -72,14 +72,14 @@ def test_binary_cross_entropy_on_fp16_is_banned_unless_allowed():
     assert nn.functional.binary_cross_entropy(half, half).dtype is torch.float32
 
 
-@pytest.mark.parametrize(
-    ("arguments", "dtype"),
-    [
-        ((), torch.float16),
-        ((True, 8.0, False, True, True), torch.float16),  # NVIDIA's order
-        ((True, 8.0, torch.bfloat16, False, True, True), torch.bfloat16),  # the ROCm fork's
-    ],
-)
+ORDERS = [
+    ((), torch.float16),
+    ((True, 8.0, False, True, True), torch.float16),  # NVIDIA's order
+    ((True, 8.0, torch.bfloat16, False, True, True), torch.bfloat16),  # the ROCm fork's
+]
+
+
+@pytest.mark.parametrize(("arguments", "dtype"), ORDERS)
 def test_a_dtype_as_third_argument_is_the_rocm_forks_patch_type(arguments, dtype):
     handle = amp.init(*arguments)
     assert casts(dtype)

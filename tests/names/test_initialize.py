@@ -18,22 +18,10 @@ from tests.support.ranks import fake_group
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 EMPTY = inspect.Parameter.empty
-ARGUMENTS = {
-    "models": EMPTY,
-    "optimizers": None,
-    "enabled": True,
-    "opt_level": "O1",
-    "cast_model_type": None,
-    "patch_torch_functions": None,
-    "keep_batchnorm_fp32": None,
-    "master_weights": None,
-    "loss_scale": None,
-    "cast_model_outputs": None,
-    "num_losses": 1,
-    "verbosity": 1,
-    "min_loss_scale": None,
-    "max_loss_scale": 2.0**24,
-}
+ARGUMENTS = {"models": EMPTY, "optimizers": None, "enabled": True, "opt_level": "O1"}
+ARGUMENTS |= dict.fromkeys(("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32"))
+ARGUMENTS |= dict.fromkeys(("master_weights", "loss_scale", "cast_model_outputs"))
+ARGUMENTS |= {"num_losses": 1, "verbosity": 1, "min_loss_scale": None, "max_loss_scale": 2.0**24}
 NAMES = (
     *("cast_model_type", "patch_torch_functions", "patch_torch_functions_type"),
     *("keep_batchnorm_fp32", "master_weights", "loss_scale"),
@@ -180,20 +168,20 @@ def test_an_unknown_level_lists_the_levels_and_tells_of_the_letter_o(level):
     assert "is the letter O, not the number zero" in str(e.value)
 
 
-@pytest.mark.parametrize(
-    ("level", "given", "shown"),
-    [
-        ("O0", {"master_weights": True}, True),
-        ("O1", {"cast_model_type": FP32}, FP32),
-        ("O1", {"patch_torch_functions": False}, False),
-        ("O4", {"patch_torch_functions_type": FP16}, FP16),
-        ("O1", {"cast_model_outputs": FP32}, FP32),
-        ("O2", {"cast_model_type": False}, False),
-        ("O2", {"cast_model_type": BF16}, BF16),
-        ("O3", {"keep_batchnorm_fp32": "True"}, True),
-        ("O4", {"loss_scale": "dynamic"}, "dynamic"),
-    ],
-)
+OVERRIDES = [
+    ("O0", {"master_weights": True}, True),
+    ("O1", {"cast_model_type": FP32}, FP32),
+    ("O1", {"patch_torch_functions": False}, False),
+    ("O4", {"patch_torch_functions_type": FP16}, FP16),
+    ("O1", {"cast_model_outputs": FP32}, FP32),
+    ("O2", {"cast_model_type": False}, False),
+    ("O2", {"cast_model_type": BF16}, BF16),
+    ("O3", {"keep_batchnorm_fp32": "True"}, True),
+    ("O4", {"loss_scale": "dynamic"}, "dynamic"),
+]
+
+
+@pytest.mark.parametrize(("level", "given", "shown"), OVERRIDES)
 def test_an_accepted_override_changes_that_property_alone_and_trains(level, given, shown):
     model, optimizer = loops.prepared(level, model=loops.Net(), **given)
     options = amp._amp_state.opt_properties.options
@@ -265,17 +253,17 @@ def refused(error, words, models, optimizers=None, *, level="O5", **kwargs):
     assert type(e.value) is error
 
 
-@pytest.mark.parametrize(
-    ("level", "given"),
-    [
-        ("O1", {"keep_batchnorm_fp32": False}),
-        ("O4", {"keep_batchnorm_fp32": True}),
-        ("O1", {"master_weights": False}),
-        ("O1", {"cast_model_type": BF16}),
-        ("O2", {"patch_torch_functions": True}),
-        ("O5", {"patch_torch_functions_type": BF16}),
-    ],
-)
+MEANINGLESS = [
+    ("O1", {"keep_batchnorm_fp32": False}),
+    ("O4", {"keep_batchnorm_fp32": True}),
+    ("O1", {"master_weights": False}),
+    ("O1", {"cast_model_type": BF16}),
+    ("O2", {"patch_torch_functions": True}),
+    ("O5", {"patch_torch_functions_type": BF16}),
+]
+
+
+@pytest.mark.parametrize(("level", "given"), MEANINGLESS)
 def test_overrides_without_a_meaning_are_refused_and_warn_under_a_hard_override(level, given):
     ((name, value),) = given.items()
     instead = {"O1": "'O2'", "O4": "'O5'"}.get(level, r"'O1' \(fp16\) or 'O4'")
@@ -286,30 +274,30 @@ def test_overrides_without_a_meaning_are_refused_and_warn_under_a_hard_override(
         loops.prepared(level, model=loops.Net(), **given)
 
 
-@pytest.mark.parametrize(
-    ("error", "given", "words"),
-    [
-        (TypeError, {"keep_batchnorm_fp32": "true"}, "a bool, or the string 'True' or 'False'"),
-        (TypeError, {"enabled": ["optimizer"]}, "a bool, or the string"),
-        (TypeError, {"cast_model_type": "half"}, r"torch\.float16, torch\.bfloat16, torch\.float3"),
-        (TypeError, {"cast_model_outputs": torch.int32}, "a floating-point torch.dtype or None"),
-        (TypeError, {"patch_torch_functions_type": FP32}, r"torch\.float16 or torch\.bfloat16"),
-        (TypeError, {"max_loss_scale": "3"}, "a number"),
-        (TypeError, {"growth_interval": 2.5}, "an integer"),
-        (TypeError, {"fp32_modules": "first"}, "it accepts a sequence"),
-        (TypeError, {"verbosity": "loud"}, "an integer"),
-        (ValueError, {"loss_scale": "abc"}, "positive, finite number.*, or a string with one"),
-        (ValueError, {"loss_scale": "nan"}, "positive, finite"),
-        (ValueError, {"growth_factor": 1.0}, "growth_factor is 1.0; it must be above 1"),
-        (ValueError, {"growth_interval": 0}, "growth_interval is 0; it must be at least 1"),
-        (ValueError, {"backoff_factor": 0.0}, r"in \(0, 1\)"),
-        (ValueError, {"max_loss_scale": -1.0}, "max_loss_scale is -1.0; it must be a positive"),
-        (ValueError, {"backoff_factor": 1.0}, r"in \(0, 1\)"),
-        (ValueError, {"min_loss_scale": 2.0**25}, "min_loss_scale is 33554432.0; it must be at mo"),
-        (ValueError, {"num_losses": -1}, "num_losses is -1; it must be an integer of at least 0"),
-        (ValueError, {"fp32_modules": ["frist"]}, "holds 'frist', which matches.*first"),
-    ],
-)
+BAD_VALUES = [
+    (TypeError, {"keep_batchnorm_fp32": "true"}, "a bool, or the string 'True' or 'False'"),
+    (TypeError, {"enabled": ["optimizer"]}, "a bool, or the string"),
+    (TypeError, {"cast_model_type": "half"}, r"torch\.float16, torch\.bfloat16, torch\.float3"),
+    (TypeError, {"cast_model_outputs": torch.int32}, "a floating-point torch.dtype or None"),
+    (TypeError, {"patch_torch_functions_type": FP32}, r"torch\.float16 or torch\.bfloat16"),
+    (TypeError, {"max_loss_scale": "3"}, "a number"),
+    (TypeError, {"growth_interval": 2.5}, "an integer"),
+    (TypeError, {"fp32_modules": "first"}, "it accepts a sequence"),
+    (TypeError, {"verbosity": "loud"}, "an integer"),
+    (ValueError, {"loss_scale": "abc"}, "positive, finite number.*, or a string with one"),
+    (ValueError, {"loss_scale": "nan"}, "positive, finite"),
+    (ValueError, {"growth_factor": 1.0}, "growth_factor is 1.0; it must be above 1"),
+    (ValueError, {"growth_interval": 0}, "growth_interval is 0; it must be at least 1"),
+    (ValueError, {"backoff_factor": 0.0}, r"in \(0, 1\)"),
+    (ValueError, {"max_loss_scale": -1.0}, "max_loss_scale is -1.0; it must be a positive"),
+    (ValueError, {"backoff_factor": 1.0}, r"in \(0, 1\)"),
+    (ValueError, {"min_loss_scale": 2.0**25}, "min_loss_scale is 33554432.0; it must be at mo"),
+    (ValueError, {"num_losses": -1}, "num_losses is -1; it must be an integer of at least 0"),
+    (ValueError, {"fp32_modules": ["frist"]}, "holds 'frist', which matches.*first"),
+]
+
+
+@pytest.mark.parametrize(("error", "given", "words"), BAD_VALUES)
 def test_a_bad_value_is_refused_with_what_is_accepted(error, given, words):
     level = "O1" if "patch_torch_functions_type" in given else "O2"
     refused(error, words, loops.Net(), level=level, **given)
@@ -325,12 +313,8 @@ def test_bad_models_are_refused(level):
     refused(RuntimeError, words, loops.Net().to("meta"), level=level)
     words = "uninitialized parameter.*When using LazyModules Call `forward` with a dummy batch"
     refused(ValueError, words, nn.Sequential(nn.LazyLinear(2)), level=level)
-    refused(
-        ValueError,
-        "uninitialized parameter",
-        nn.Sequential(nn.LazyBatchNorm1d(affine=False)),
-        level=level,
-    )
+    lazy = nn.Sequential(nn.LazyBatchNorm1d(affine=False))
+    refused(ValueError, "uninitialized parameter", lazy, level=level)
     refused(ValueError, "same model twice. Pass each model once", [model, model], level=level)
     refused(TypeError, "got int instead of a model", [loops.Net(), 3], level=level)
     refused(TypeError, "got the class Linear instead of a model.*first", nn.Linear, level=level)

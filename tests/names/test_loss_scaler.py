@@ -214,16 +214,16 @@ def test_unscale_with_stashed_adds_earlier_gradients():
     assert stash[0] == 5.0
 
 
-@pytest.mark.parametrize(
-    ("error", "arguments", "words"),
-    [
-        (ValueError, ("abc",), "positive, finite number.*, or a string with one"),
-        (ValueError, (None,), "positive, finite number"),
-        (ValueError, ("dynamic", "x"), "loss_scale is 'x'; it must be a positive"),
-        (ValueError, ("dynamic", 8.0, 0), "growth_factor is 0; it must be above 1"),
-        (TypeError, ("dynamic", 8.0, "2"), "growth_factor is '2'; it must be a number"),
-    ],
-)
+BAD_VALUES = [
+    (ValueError, ("abc",), "positive, finite number.*, or a string with one"),
+    (ValueError, (None,), "positive, finite number"),
+    (ValueError, ("dynamic", "x"), "loss_scale is 'x'; it must be a positive"),
+    (ValueError, ("dynamic", 8.0, 0), "growth_factor is 0; it must be above 1"),
+    (TypeError, ("dynamic", 8.0, "2"), "growth_factor is '2'; it must be a number"),
+]
+
+
+@pytest.mark.parametrize(("error", "arguments", "words"), BAD_VALUES)
 def test_bad_values_are_refused(error, arguments, words):
     with pytest.raises(error, match=words):
         LossScaler(*arguments)

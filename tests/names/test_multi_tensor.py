@@ -96,18 +96,18 @@ def test_the_number_of_lists_counts_and_empty_ones_give_nothing():
         assert result is None or (result[0].tolist(), result[1].tolist()) == ([0.0], [])
 
 
-@pytest.mark.parametrize(
-    ("lists", "error", "message"),
-    [
-        ([[torch.ones(2)], []], ValueError, "lists of one length"),
-        ([[torch.ones(2)], [torch.ones(3)]], ValueError, "same number of elements"),
-        ([[torch.ones(2, 3)], [torch.ones(2, 3).t()]], RuntimeError, "view size"),
-        ([[torch.ones(2)], [None]], TypeError, "NoneType"),
-        ([[torch.ones(2)], [torch.ones(2, dtype=torch.int64)]], TypeError, "int64"),
-        ([[torch.ones(2)], [torch.ones(2).to_sparse()]], TypeError, "dense"),
-        ([[torch.ones(2)], [torch.ones(2, device="meta")]], TypeError, "on meta"),
-    ],
-)
+UNFIT_LISTS = [
+    ([[torch.ones(2)], []], ValueError, "lists of one length"),
+    ([[torch.ones(2)], [torch.ones(3)]], ValueError, "same number of elements"),
+    ([[torch.ones(2, 3)], [torch.ones(2, 3).t()]], RuntimeError, "view size"),
+    ([[torch.ones(2)], [None]], TypeError, "NoneType"),
+    ([[torch.ones(2)], [torch.ones(2, dtype=torch.int64)]], TypeError, "int64"),
+    ([[torch.ones(2)], [torch.ones(2).to_sparse()]], TypeError, "dense"),
+    ([[torch.ones(2)], [torch.ones(2, device="meta")]], TypeError, "on meta"),
+]
+
+
+@pytest.mark.parametrize(("lists", "error", "message"), UNFIT_LISTS)
 def test_lists_that_do_not_fit_are_refused(lists, error, message):
     overflow, before = flag(), clones(lists[0])
     with pytest.raises(error, match=message):

@@ -118,13 +118,13 @@ def test_checkpoints_and_copies_continue_as_the_uninterrupted_run(name):
             assert {key: getattr(other, key) for key in settings} == settings
 
 
-@pytest.mark.parametrize(
-    ("name", "torch_s"),
-    [
-        ("FusedAdam", lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1)),
-        ("FusedSGD", lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1)),
-    ],
-)
+OF_TORCH = [
+    ("FusedAdam", lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1)),
+    ("FusedSGD", lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1)),
+]
+
+
+@pytest.mark.parametrize(("name", "torch_s"), OF_TORCH)
 def test_the_state_of_torch_s_own_class_loads_and_continues_it(name, torch_s):
     params = fused.parameters()
     optimizer = torch_s(params)
@@ -137,16 +137,16 @@ def test_the_state_of_torch_s_own_class_loads_and_continues_it(name, torch_s):
     fused.assert_same(params, resumed, **CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("name", "saved", "shapes", "message"),
-    [
-        # torch's fused kernels would write outside the memory of what is too small.
-        ("FusedAdam", "FusedAdam", [(3, 2)], r".*shape \(3, 2\) instead of \(3, 4\)"),
-        ("FusedSGD", "FusedSGD", [(3, 2)], r".*shape \(3, 2\) instead of \(3, 4\)"),
-        ("FusedAdam", "FusedNovoGrad", [(3, 4)], "exp_avg_sq has the shape"),
-        ("FusedNovoGrad", "FusedAdam", [(3, 4)], r".*instead of \(\)"),
-    ],
-)
+OTHER_STATES = [
+    # torch's fused kernels would write outside the memory of what is too small.
+    ("FusedAdam", "FusedAdam", [(3, 2)], r".*shape \(3, 2\) instead of \(3, 4\)"),
+    ("FusedSGD", "FusedSGD", [(3, 2)], r".*shape \(3, 2\) instead of \(3, 4\)"),
+    ("FusedAdam", "FusedNovoGrad", [(3, 4)], "exp_avg_sq has the shape"),
+    ("FusedNovoGrad", "FusedAdam", [(3, 4)], r".*instead of \(\)"),
+]
+
+
+@pytest.mark.parametrize(("name", "saved", "shapes", "message"), OTHER_STATES)
 def test_the_state_of_another_model_or_optimizer_is_refused(name, saved, shapes, message):
     params = fused.parameters(shapes=shapes)
     other = fused.MAKERS[saved](params)
@@ -222,22 +222,22 @@ def test_get_momentums_makes_what_is_missing_and_gives_what_is_there():
     assert [m.dtype for m in momenta] == [torch.float16, torch.float32]
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "name", "options"),
-    [
-        (RuntimeError, "does not support the AMSGrad", "FusedAdam", {"amsgrad": True}),
-        (ValueError, "amp_scale_adjustment is 2", "FusedAdam", {"amp_scale_adjustment": 2.0}),
-        (RuntimeError, "capturable=True", "FusedAdam", {"master_weights": True}),
-        (ValueError, "lr is -1.0; it must be", "FusedAdam", {"lr": -1.0}),
-        (TypeError, "lr is '0.1'; it must be a number", "FusedLAMB", {"lr": "0.1"}),
-        (TypeError, "betas is 0.9; it must be two numbers", "FusedNovoGrad", {"betas": 0.9}),
-        (ValueError, "momentum is -1", "FusedSGD", {"lr": 0.1, "momentum": -1.0}),
-        (ValueError, "nesterov=True got", "FusedSGD", {"lr": 0.1, "nesterov": True}),
-        (ValueError, "lr", "FusedSGD", {}),
-        (TypeError, "adam_w_mode is 'no'; it must", "FusedLAMB", {"adam_w_mode": "no"}),
-        (RuntimeError, "norm_type=1", "FusedNovoGrad", {"norm_type": 1}),
-    ],
-)  # fmt: skip
+BAD_OPTIONS = [
+    (RuntimeError, "does not support the AMSGrad", "FusedAdam", {"amsgrad": True}),
+    (ValueError, "amp_scale_adjustment is 2", "FusedAdam", {"amp_scale_adjustment": 2.0}),
+    (RuntimeError, "capturable=True", "FusedAdam", {"master_weights": True}),
+    (ValueError, "lr is -1.0; it must be", "FusedAdam", {"lr": -1.0}),
+    (TypeError, "lr is '0.1'; it must be a number", "FusedLAMB", {"lr": "0.1"}),
+    (TypeError, "betas is 0.9; it must be two numbers", "FusedNovoGrad", {"betas": 0.9}),
+    (ValueError, "momentum is -1", "FusedSGD", {"lr": 0.1, "momentum": -1.0}),
+    (ValueError, "nesterov=True got", "FusedSGD", {"lr": 0.1, "nesterov": True}),
+    (ValueError, "lr", "FusedSGD", {}),
+    (TypeError, "adam_w_mode is 'no'; it must", "FusedLAMB", {"adam_w_mode": "no"}),
+    (RuntimeError, "norm_type=1", "FusedNovoGrad", {"norm_type": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "name", "options"), BAD_OPTIONS)
 def test_bad_options_are_refused(error, message, name, options):
     with pytest.raises(error, match=message):
         getattr(optimizers, name)(fused.parameters(), **options)

@@ -193,15 +193,9 @@ def test_groups_are_neighbouring_ranks():
 
 def test_a_wrapper_is_torchs_and_takes_options_without_a_meaning_today(alone):
     model = nn.Linear(2, 2)
-    wrapped = DistributedDataParallel(
-        model,
-        message_size=2**20,
-        allreduce_trigger_params=list(model.parameters()),
-        num_allreduce_streams=2,
-        allreduce_communicators=([None], [None]),
-        gradient_average_split_factor=2.0,
-        prof=True,
-    )
+    options = {"allreduce_trigger_params": list(model.parameters()), "num_allreduce_streams": 2}
+    options |= {"allreduce_communicators": ([None], [None]), "gradient_average_split_factor": 2.0}
+    wrapped = DistributedDataParallel(model, message_size=2**20, prof=True, **options)
     assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
     assert wrapped.bucket_bytes_cap == 4 * 2**20
     assert list(wrapped.state_dict()) == ["module.weight", "module.bias"]
@@ -212,19 +206,19 @@ def test_a_wrapper_is_torchs_and_takes_options_without_a_meaning_today(alone):
         assert not delayed(torch.ones(1, 2)).requires_grad
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"shared_param": True}, ValueError, "shared_param is not supported"),
-        ({"message_size": 0}, TypeError, "message_size is 0; .* above 0"),
-        ({"message_size": [0]}, TypeError, "device_ids="),
-        ({"gradient_predivide_factor": 0.0}, ValueError, "must be a positive number"),
-        ({"delay_allreduce": True, "static_graph": True}, ValueError, "any graph"),
-        ({"delay_allreduce": "no"}, TypeError, "delay_allreduce is 'no'; it must be a bool"),
-        ({"delay_allreduce": True, "allreduce_trigger_params": [1]}, ValueError, "Omit it"),
-        ({"no_such_option": 1}, TypeError, "no_such_option"),
-    ],
-)
+BAD_OPTIONS = [
+    ({"shared_param": True}, ValueError, "shared_param is not supported"),
+    ({"message_size": 0}, TypeError, "message_size is 0; .* above 0"),
+    ({"message_size": [0]}, TypeError, "device_ids="),
+    ({"gradient_predivide_factor": 0.0}, ValueError, "must be a positive number"),
+    ({"delay_allreduce": True, "static_graph": True}, ValueError, "any graph"),
+    ({"delay_allreduce": "no"}, TypeError, "delay_allreduce is 'no'; it must be a bool"),
+    ({"delay_allreduce": True, "allreduce_trigger_params": [1]}, ValueError, "Omit it"),
+    ({"no_such_option": 1}, TypeError, "no_such_option"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD_OPTIONS)
 def test_bad_options_are_refused(alone, options, error, message):
     with pytest.raises(error, match=message):
         DistributedDataParallel(nn.Linear(2, 2), **options)
@@ -267,15 +261,15 @@ if "fail" in sys.argv:
 """
 
 
-@pytest.mark.parametrize(
-    ("status", "text", "given", "received"),
-    [
-        (0, "", ["--lr", "0.1"], ["--lr", "0.1"]),
-        (0, "", ["--rank", "9", "--world-size", "9"], ["--rank", "{}", "--world-size", "2"]),
-        (0, "'--rank'", [], ["--rank", "{}"]),
-        (3, "", ["fail"], ["fail"]),
-    ],
-)
+SCRIPTS = [
+    (0, "", ["--lr", "0.1"], ["--lr", "0.1"]),
+    (0, "", ["--rank", "9", "--world-size", "9"], ["--rank", "{}", "--world-size", "2"]),
+    (0, "'--rank'", [], ["--rank", "{}"]),
+    (3, "", ["fail"], ["fail"]),
+]
+
+
+@pytest.mark.parametrize(("status", "text", "given", "received"), SCRIPTS)
 def test_multiproc_starts_a_script_per_rank(
     tmp_path, monkeypatch, caplog, status, text, given, received
 ):

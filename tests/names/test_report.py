@@ -29,9 +29,8 @@ def test_the_report_has_apexs_sentences_and_a_line_for_each_property(capsys, lev
     ]
     places = [lines.index(sentence) for sentence in sentences]
     assert places == sorted(places)
-    before, after = (
-        dict(re.findall(r"^(\w+) +: (.+)$", part, re.MULTILINE)) for part in out.split(sentences[1])
-    )
+    parts = out.split(sentences[1])
+    before, after = (dict(re.findall(r"^(\w+) +: (.+)$", part, re.MULTILINE)) for part in parts)
     assert before.keys() == after.keys()
     assert after == {**before, "loss_scale": "64.0"}
     assert {"enabled", "opt_level", "cast_model_type", "patch_torch_functions"} <= before.keys()
@@ -63,9 +62,8 @@ def test_an_overflow_is_one_line_for_each_pass(capsys, level):
             overflow(model, optimizer, loss_id=loss_id)
         optimizer.step()
     scaled_backward(small_loss(model), optimizer)
-    assert capsys.readouterr().out == "".join(
-        [LINE.format(i, 65536.0 / 2**count) for count in (1, 2, 3, 4) for i in (0, 1)]
-    )
+    expected = [LINE.format(i, 65536.0 / 2**count) for count in (1, 2, 3, 4) for i in (0, 1)]
+    assert capsys.readouterr().out == "".join(expected)
 
 
 def skip(optimizer, model, value, times):
@@ -98,14 +96,14 @@ HALF = {"O1": {}, "O2": {}, "O5": {"cast_model_type": torch.float16}}
 BRAIN = {"O4": {}, "O5": {}, "O1": {"patch_torch_functions_type": torch.bfloat16}}
 
 
-@pytest.mark.parametrize(
-    ("names", "levels", "words"),
-    [
-        (("fp16",), HALF, SAID.format("fp16") + BF16),
-        (("fp16", "bf16"), HALF, SAID.format("fp16") + FP32),
-        (("fp16", "bf16"), BRAIN, SAID.format("bf16") + FP32),
-    ],
-)
+EMULATED = [
+    (("fp16",), HALF, SAID.format("fp16") + BF16),
+    (("fp16", "bf16"), HALF, SAID.format("fp16") + FP32),
+    (("fp16", "bf16"), BRAIN, SAID.format("bf16") + FP32),
+]
+
+
+@pytest.mark.parametrize(("names", "levels", "words"), EMULATED)
 def test_an_emulated_level_warns_once_at_the_callers_line(monkeypatch, names, levels, words):
     emulate(monkeypatch, *names)
     for level, options in levels.items():

@@ -163,18 +163,18 @@ def test_the_backend_takes_cells():
     assert RNN.LSTM is RNN.models.LSTM
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "call"),
-    [
-        (ValueError, "input_size is '4'; it must be an integer", lambda: LSTM("4", HIDDEN, 1)),
-        (ValueError, "batch_first=True, which apex", lambda: GRU(4, 6, 1, batch_first=True)),
-        (ValueError, "num_layers is 0; it must be an integer", lambda: GRU(4, HIDDEN, 0)),
-        (ValueError, r"takes \[steps, batch, 4\] with", lambda: LSTM(4, 6, 1)(torch.ones(2, 4))),
-        (ValueError, "a list of 2",
-         lambda: stackedRNN([RNNCell(1, 4, HIDDEN, cells.TanhCell, 1)], 2)),
-        (ValueError, "takes an RNNCell", lambda: stackedRNN(nn.LSTM(1, 1), 1)),
-    ],
-)  # fmt: skip
+BAD_ARGUMENTS = [
+    (ValueError, "input_size is '4'; it must be an integer", lambda: LSTM("4", HIDDEN, 1)),
+    (ValueError, "batch_first=True, which apex", lambda: GRU(4, 6, 1, batch_first=True)),
+    (ValueError, "num_layers is 0; it must be an integer", lambda: GRU(4, HIDDEN, 0)),
+    (ValueError, r"takes \[steps, batch, 4\] with", lambda: LSTM(4, 6, 1)(torch.ones(2, 4))),
+    (ValueError, "a list of 2",
+     lambda: stackedRNN([RNNCell(1, 4, HIDDEN, cells.TanhCell, 1)], 2)),
+    (ValueError, "takes an RNNCell", lambda: stackedRNN(nn.LSTM(1, 1), 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "call"), BAD_ARGUMENTS)
 def test_bad_arguments_are_refused(error, message, call):
     with pytest.raises(error, match=message):
         call()

@@ -126,23 +126,23 @@ def test_rules_of_users_and_their_attributes(hook_child):
     assert Reparameterization.apply(net(), "0.bias", 0, WeightNorm) is None
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "call"),
-    [
-        (ValueError, r"no parameter 'kernel'; it has \['weight', 'bias'\]",
-         lambda: apply_weight_norm(nn.Linear(4, 3), "kernel")),
-        (ValueError, "already",
-         lambda: apply_weight_norm(apply_weight_norm(nn.Linear(4, 3)), "weight")),
-        (TypeError, r"apply_reparameterization got .*a torch\.nn\.Module",
-         lambda: apply_weight_norm(None)),
-        (ValueError, "'weight' has no WeightNorm",
-         lambda: remove_weight_norm(nn.Linear(4, 3), "weight")),
-        (TypeError, "Pass a class such as WeightNorm",
-         lambda: apply_reparameterization(nn.Linear(4, 3))),
-        (NotImplementedError, "must define reparameterize",
-         lambda: apply_reparameterization(nn.Linear(4, 3), Reparameterization, "weight")),
-    ],
-)  # fmt: skip
+BAD_ARGUMENTS = [
+    (ValueError, r"no parameter 'kernel'; it has \['weight', 'bias'\]",
+     lambda: apply_weight_norm(nn.Linear(4, 3), "kernel")),
+    (ValueError, "already",
+     lambda: apply_weight_norm(apply_weight_norm(nn.Linear(4, 3)), "weight")),
+    (TypeError, r"apply_reparameterization got .*a torch\.nn\.Module",
+     lambda: apply_weight_norm(None)),
+    (ValueError, "'weight' has no WeightNorm",
+     lambda: remove_weight_norm(nn.Linear(4, 3), "weight")),
+    (TypeError, "Pass a class such as WeightNorm",
+     lambda: apply_reparameterization(nn.Linear(4, 3))),
+    (NotImplementedError, "must define reparameterize",
+     lambda: apply_reparameterization(nn.Linear(4, 3), Reparameterization, "weight")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "call"), BAD_ARGUMENTS)
 def test_bad_arguments_are_refused(error, message, call):
     with pytest.raises(error, match=message):
         call()

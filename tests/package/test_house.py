@@ -79,9 +79,8 @@ MAKERS |= {"rand", "randn", "scalar_tensor", "empty_strided", "asarray", "logspa
 def test_every_new_tensor_that_is_no_parameter_states_dtype_and_device():
     found = []
     for path in (ROOT / "src").rglob("*.py"):
-        calls = [
-            each for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.Call)
-        ]
+        nodes = ast.walk(ast.parse(path.read_text()))
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
         params = [call for call in calls if ast.unparse(call.func).endswith("nn.Parameter")]
         made = {id(each) for param in params for each in ast.walk(param)}
         for call in calls:

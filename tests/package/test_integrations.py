@@ -9,18 +9,15 @@ from apex.integrations import scales
 from apex.parallel import LARC
 from tests.support import loops
 
+LIGHTNING = "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"
+MISSING = [
+    ("lightning", LIGHTNING),
+    ("transformers", ("transformers",)),
+    ("mmengine", ("mmengine.model", "mmengine.optim", "mmengine.registry")),
+]
 
-@pytest.mark.parametrize(
-    ("name", "missing"),
-    [
-        (
-            "lightning",
-            ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"),
-        ),
-        ("transformers", ("transformers",)),
-        ("mmengine", ("mmengine.model", "mmengine.optim", "mmengine.registry")),
-    ],
-)
+
+@pytest.mark.parametrize(("name", "missing"), MISSING)
 def test_the_error_names_the_package(monkeypatch, name, missing):
     for each in missing:
         monkeypatch.setitem(sys.modules, each, None)

@@ -155,13 +155,8 @@ def test_the_signature_is_that_of_mmengine():
 
 
 def test_every_argument_reaches_amp():
-    given = {
-        "cast_model_type": torch.bfloat16,
-        "keep_batchnorm_fp32": False,
-        "master_weights": False,
-        "loss_scale": "128.0",
-        "cast_model_outputs": torch.float64,
-    }
+    given = {"cast_model_type": torch.bfloat16, "keep_batchnorm_fp32": False}
+    given |= {"master_weights": False, "loss_scale": "128.0", "cast_model_outputs": torch.float64}
     model, wrapper = wrapped(Ours, "O2", **given)
     iterate(model, wrapper)
     options = amp._amp_state.opt_properties.options

@@ -55,6 +55,19 @@ class Net(nn.Module):
         return self.last(torch.relu(self.norm(self.first(x))))
 
 
+class Body(nn.Module):
+    """A module of named parts; its forward is a function of it and of the inputs."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args, **kwargs):
+        return self.function(self, *args, **kwargs)
+
+
 def conv_net():
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)

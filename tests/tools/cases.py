@@ -34,6 +34,9 @@ FAILS_IN_BF16 = TARGET.replace(
 )
 
 
+SOUND_LOSSES = tuple(1.0 / step for step in range(1, 26))
+
+
 def written(folder, text=TARGET, name="target.py"):
     """Writes a target; returns how the command names it."""
     path = folder / name
@@ -63,22 +66,11 @@ def result_of(
     name="O0", *, milliseconds=10.0, spread=0.1, samples=(), errors=(), saved=4000, **changes
 ):
     """Returns a made-up result: a sound training, 25 steps long."""
-    record = Record(
-        **{
-            "losses": tuple(1.0 / step for step in range(1, 26)),
-            "loss_scales": (1.0,) * 26,
-            "stored": Stored(params=100, model=400, masters=0, optimizer=800),
-            "frozen": 0.0,
-            "saved_bytes": saved,
-            **changes,
-        }
-    )
-    return Result(
-        LEVELS[name],
-        training=record,
-        times=tuple(samples) or samples_of(name, milliseconds, spread),
-        errors=errors,
-    )
+    values = {"losses": SOUND_LOSSES, "loss_scales": (1.0,) * 26, "frozen": 0.0}
+    stored = Stored(params=100, model=400, masters=0, optimizer=800)
+    record = Record(**{"stored": stored, "saved_bytes": saved, **values, **changes})
+    times = tuple(samples) or samples_of(name, milliseconds, spread)
+    return Result(LEVELS[name], training=record, times=times, errors=errors)
 
 
 def comparison_of(*results, **changes):

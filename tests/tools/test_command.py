@@ -113,27 +113,27 @@ def test_a_reader_that_is_gone_costs_no_report_and_is_exit_code_3(apex, tmp_path
     assert (tmp_path / "report.html").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["compare"], "TARGET"),
-        (["compare", "x.py", "--steps", "0"], "got 0; it must be at least 1"),
-        (["compare", "x.py", "--levels", "O9"], "no level 'O9'; choose from O0, O1"),
-        (["compare", "x.py", "--device", "xpu:99"], "there is no device 'xpu:99'"),
-        (["compare", "no_such.py"], "no_such.py cannot be read: No such file"),
-        (["compare", "x.py", "--steps", "abc"], "--steps: invalid count value: 'abc'"),
-        (["compare", "x.py", "--device"], "--device: expected one argument"),
-        (["compare", "x.py", "--levels", "o4"], "separated by commas. Did you mean O4?"),
-        (["compare", "x.py", "--levles", "O4"], "usage: apex compare [-h] [--levels NAMES]"),
-        (["trace", "--keepgoing", "x.py"], "apex trace: error: unrecognized arguments: --keepg"),
-        (["trace"], "the following arguments are required: SCRIPT"),
-        (["trace", "--keep", "nothing.py", "--json"], "apex trace: there is no file nothing.py."),
-        (["compare", "lab.ipynb"], "lab.ipynb is a notebook. Convert it to a script first: jup"),
-        (["trace", "lab.ipynb"], "lab.ipynb is a notebook. Convert it to a script first: jup"),
-        (["compare", "old.py"], "line 1. This is Python 2. Convert it first: 2to3 -w FILE"),
-        (["no-such-command"], "invalid choice"),
-    ],
-)
+BAD_USAGE = [
+    (["compare"], "TARGET"),
+    (["compare", "x.py", "--steps", "0"], "got 0; it must be at least 1"),
+    (["compare", "x.py", "--levels", "O9"], "no level 'O9'; choose from O0, O1"),
+    (["compare", "x.py", "--device", "xpu:99"], "there is no device 'xpu:99'"),
+    (["compare", "no_such.py"], "no_such.py cannot be read: No such file"),
+    (["compare", "x.py", "--steps", "abc"], "--steps: invalid count value: 'abc'"),
+    (["compare", "x.py", "--device"], "--device: expected one argument"),
+    (["compare", "x.py", "--levels", "o4"], "separated by commas. Did you mean O4?"),
+    (["compare", "x.py", "--levles", "O4"], "usage: apex compare [-h] [--levels NAMES]"),
+    (["trace", "--keepgoing", "x.py"], "apex trace: error: unrecognized arguments: --keepg"),
+    (["trace"], "the following arguments are required: SCRIPT"),
+    (["trace", "--keep", "nothing.py", "--json"], "apex trace: there is no file nothing.py."),
+    (["compare", "lab.ipynb"], "lab.ipynb is a notebook. Convert it to a script first: jup"),
+    (["trace", "lab.ipynb"], "lab.ipynb is a notebook. Convert it to a script first: jup"),
+    (["compare", "old.py"], "line 1. This is Python 2. Convert it first: 2to3 -w FILE"),
+    (["no-such-command"], "invalid choice"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_USAGE)
 def test_bad_usage_is_exit_code_2_and_says_what_is_wrong(apex, tmp_path, arguments, message):
     (tmp_path / "lab.ipynb").write_text("{}")
     (tmp_path / "old.py").write_text("print 'epoch'\n")
@@ -155,17 +155,17 @@ def test_a_file_that_cannot_be_written_is_found_before_the_training(apex, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "target.py"]
 
 
+FAILING = [
+    ("from .model import width\n", "Run apex trace -m package.inner.train"),
+    ("print 'epoch'\n", "This is Python 2. Convert it first: 2to3 -w FILE"),
+    ("from apex import amp\namp.initialise()\n", "Did you mean initialize?"),
+    ("from apex.optimizers import FusedAdm\n", "Did you mean FusedAdam?"),
+    ("from apex import amp\namp.initialize(1, optlevel='O1')\n", "Did you mean opt_level?"),
+]
+
+
 @pytest.mark.filterwarnings("ignore:can't resolve package:ImportWarning")
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("from .model import width\n", "Run apex trace -m package.inner.train"),
-        ("print 'epoch'\n", "This is Python 2. Convert it first: 2to3 -w FILE"),
-        ("from apex import amp\namp.initialise()\n", "Did you mean initialize?"),
-        ("from apex.optimizers import FusedAdm\n", "Did you mean FusedAdam?"),
-        ("from apex import amp\namp.initialize(1, optlevel='O1')\n", "Did you mean opt_level?"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), FAILING)
 def test_a_script_that_fails_before_it_trains_is_told_how_to_run(apex, tmp_path, text, message):
     folder = tmp_path / "package" / "inner"
     folder.mkdir(parents=True)

@@ -118,9 +118,8 @@ def test_a_long_training_at_an_emulated_level_is_skipped_unless_it_is_named(tmp_
     assert not comparison.failed
     verdict = comparison.recommendation.verdicts[1]
     assert verdict.word == "skipped"
-    assert re.fullmatch(
-        r"bf16 is emulated on this CPU: --levels O4 trains it, in about \d+ s", verdict.why
-    )
+    said = r"bf16 is emulated on this CPU: --levels O4 trains it, in about \d+ s"
+    assert re.fullmatch(said, verdict.why)
     assert by_name(comparison)["O4"].training is None
     assert comparison.speed(by_name(comparison)["O4"]) is None
     monkeypatch.setattr(run, "PATIENCE", 0.0)
@@ -162,13 +161,13 @@ def test_an_optimizer_without_wider_kernels_trains_uncounted(tmp_path):
 UNMOVED = "def loss(model, batch):\n    return sum(p.sum() for p in model.parameters()) * 0\n"
 
 
-@pytest.mark.parametrize(
-    ("change", "note"),
-    [
-        ("batches = iter(batches)\n", "The batches ran out after 3 of 5 steps."),
-        (UNMOVED, "Training in fp32 changed no parameter"),
-    ],
-)
+NOTES = [
+    ("batches = iter(batches)\n", "The batches ran out after 3 of 5 steps."),
+    (UNMOVED, "Training in fp32 changed no parameter"),
+]
+
+
+@pytest.mark.parametrize(("change", "note"), NOTES)
 def test_what_makes_the_comparison_say_less_is_noted(tmp_path, change, note):
     found = compared(written(tmp_path, TARGET + change), steps=5)
     assert [each.startswith(note) for each in found.notes] == [True]
@@ -195,17 +194,17 @@ def test_batches_that_give_nothing_are_refused(tmp_path, batches, message):
         compared(written(tmp_path, TARGET + f"batches = {batches}\n"))
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("labels.oops", r"AttributeError: 'Tensor' object has no attribute 'oops' \(.*\.py:\d+\)"),
-        ("return model(inputs)", r"returned a tensor of shape \[6, 4\]; it must return one number"),
-        (
-            "return model(inputs).sum().detach()",
-            r"of shape \[\]; it must return one number that depends on",
-        ),
-    ],
-)
+FAILING = [
+    ("labels.oops", r"AttributeError: 'Tensor' object has no attribute 'oops' \(.*\.py:\d+\)"),
+    ("return model(inputs)", r"returned a tensor of shape \[6, 4\]; it must return one number"),
+    (
+        "return model(inputs).sum().detach()",
+        r"of shape \[\]; it must return one number that depends on",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), FAILING)
 def test_a_target_that_fails_in_fp32_stops_at_once(tmp_path, line, message):
     target = written(tmp_path, TARGET.replace("    return nn", f"    {line}\n    return nn"))
     stages = []

@@ -19,17 +19,17 @@ def speeds_of(fp16, bf16):
     return {"float16": {"matmul": fp16, "conv": fp16}, "bfloat16": {"matmul": bf16, "conv": bf16}}
 
 
-@pytest.mark.parametrize(
-    ("fp16", "bf16", "level"),
-    [
-        (8.0, 8.0, "O4"),  # nothing to scale: bf16 where both are fast
-        (8.0, 1.0, "O1"),  # GPUs before Ampere
-        (8.0, 0, "O1"),
-        (0.02, 4.0, "O4"),  # CPUs that emulate fp16
-        (1.0, 1.1, "O0"),
-        (0, 0, "O0"),
-    ],
-)
+ADVICE = [
+    (8.0, 8.0, "O4"),  # nothing to scale: bf16 where both are fast
+    (8.0, 1.0, "O1"),  # GPUs before Ampere
+    (8.0, 0, "O1"),
+    (0.02, 4.0, "O4"),  # CPUs that emulate fp16
+    (1.0, 1.1, "O0"),
+    (0, 0, "O0"),
+]
+
+
+@pytest.mark.parametrize(("fp16", "bf16", "level"), ADVICE)
 def test_the_advised_level_is_the_simplest_that_is_fast(fp16, bf16, level):
     found, text = doctor.advise(speeds_of(fp16, bf16), "gpu", Load(0.5, 2))
     assert found == level
@@ -58,18 +58,18 @@ def test_a_cpu_that_emulates_both_dtypes_is_told_so_however_busy_it_is(monkeypat
 QUIET = [(1.0, 0.5)] * 8
 
 
-@pytest.mark.parametrize(
-    ("times", "speed", "shown"),
-    [
-        (QUIET, 2.0, "matmul 2.00x"),
-        ([(1.0 + at, 0.5 + 3 * at) for at in range(8)], 2.0, "not measured: busy"),
-        ([(9.0, 30.0)] * 30 + QUIET, 2.0, "matmul 2.00x"),  # a load that comes and goes
-        ([(503.0, 1.0)] * 8, None, "matmul not measured: busy"),
-        ([(1.0, 5000.0)] * 8, None, "matmul not measured: busy"),
-        ([(1.0, 80.0)] * 8, 0.0125, "matmul 0.013x"),
-        ([], 0.0, "matmul no"),
-    ],
-)
+SPEEDS = [
+    (QUIET, 2.0, "matmul 2.00x"),
+    ([(1.0 + at, 0.5 + 3 * at) for at in range(8)], 2.0, "not measured: busy"),
+    ([(9.0, 30.0)] * 30 + QUIET, 2.0, "matmul 2.00x"),  # a load that comes and goes
+    ([(503.0, 1.0)] * 8, None, "matmul not measured: busy"),
+    ([(1.0, 5000.0)] * 8, None, "matmul not measured: busy"),
+    ([(1.0, 80.0)] * 8, 0.0125, "matmul 0.013x"),
+    ([], 0.0, "matmul no"),
+]
+
+
+@pytest.mark.parametrize(("times", "speed", "shown"), SPEEDS)
 def test_a_speed_is_what_hardware_can_do_or_not_measured(monkeypatch, times, speed, shown):
     monkeypatch.setattr(doctor, "operator_seconds", lambda dtype, device: {"matmul": times})
     health = doctor.examine(CPU)

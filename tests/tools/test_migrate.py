@@ -31,18 +31,18 @@ def found(program):
 # -- finding -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("imports", "call"),
-    [
-        ("from apex import amp", "amp.initialize"),
-        ("from apex import amp as a", "a.initialize"),
-        ("import apex", "apex.amp.initialize"),
-        ("import apex.amp", "apex.amp.initialize"),
-        ("import apex.amp as mixed", "mixed.initialize"),
-        ("from apex.amp import initialize", "initialize"),
-        ("from apex.amp import initialize as prepare", "prepare"),
-    ],
-)
+USES = [
+    ("from apex import amp", "amp.initialize"),
+    ("from apex import amp as a", "a.initialize"),
+    ("import apex", "apex.amp.initialize"),
+    ("import apex.amp", "apex.amp.initialize"),
+    ("import apex.amp as mixed", "mixed.initialize"),
+    ("from apex.amp import initialize", "initialize"),
+    ("from apex.amp import initialize as prepare", "prepare"),
+]
+
+
+@pytest.mark.parametrize(("imports", "call"), USES)
 def test_a_use_is_found_by_every_name(imports, call):
     assert found(f"{imports}\nm = {call}(m)\n")[-1] == (2, "apex.amp.initialize")
 
@@ -70,16 +70,16 @@ def test_names_of_others_are_no_uses():
     assert found(program) == []
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "def f(x, amp):\n    return amp.state_dict\namp.initialize\n",
-        "def f():\n    try: pass\n    except E as amp: amp.state_dict\namp.initialize\n",
-        "class A:\n    amp = 1\n    def f(self):\n        amp.initialize\n",
-        "def f():\n    import other as amp\n    amp.state_dict\namp.initialize\n",
-        "def f():\n    global amp\n    from apex import amp\ndef g(): amp.initialize\n",
-    ],
-)
+PROGRAMS = [
+    "def f(x, amp):\n    return amp.state_dict\namp.initialize\n",
+    "def f():\n    try: pass\n    except E as amp: amp.state_dict\namp.initialize\n",
+    "class A:\n    amp = 1\n    def f(self):\n        amp.initialize\n",
+    "def f():\n    import other as amp\n    amp.state_dict\namp.initialize\n",
+    "def f():\n    global amp\n    from apex import amp\ndef g(): amp.initialize\n",
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_a_name_bound_in_a_scope_hides_the_import_there_only(program):
     own = {name for _, name in found(f"from apex import amp\n{program}")}
     assert own == {"apex.amp", "apex.amp.initialize"}
@@ -89,7 +89,7 @@ def test_all_examples_work_with_this_package():
     migration = migration_of(EXAMPLES)
     assert len(migration.uses) > 30
     assert migration.counts["not supported"] == 0
-    assert not migration.unread
+    assert not migration.not_read
 
 
 def test_attributes_of_optimizers_are_found_without_an_import():
@@ -150,59 +150,59 @@ def test_what_is_not_here_is_not_supported_and_says_what_to_use():
         assert verdict_of_name(f"{name}.anything") == ("not supported", f"Use {INSTEAD[name]}.")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("apex.optimizers.NpuFusedSGD", "apex.optimizers.NpuFusedSGD is not part of this apex."),
-        ("apex.contrib.nothing.Thing", "apex.contrib.nothing is not part of this apex."),
-        ("apex.amp.initialise", "apex.amp.initialise is not part of this apex. Did you mean init"),
-        ("apex.optimizers.FusedAdm", "apex.optimizers.FusedAdm is not part of this apex. Did you"),
-    ],
-)
+NO_NAMES = [
+    ("apex.optimizers.NpuFusedSGD", "apex.optimizers.NpuFusedSGD is not part of this apex."),
+    ("apex.contrib.nothing.Thing", "apex.contrib.nothing is not part of this apex."),
+    ("apex.amp.initialise", "apex.amp.initialise is not part of this apex. Did you mean init"),
+    ("apex.optimizers.FusedAdm", "apex.optimizers.FusedAdm is not part of this apex. Did you"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), NO_NAMES)
 def test_a_name_that_does_not_exist_is_not_supported_and_named(name, message):
     kind, text = verdict_of_name(name)
     assert kind == "not supported"
     assert text.startswith(message)
 
 
-@pytest.mark.parametrize(
-    ("name", "argument", "verdict"),
-    [
-        ("apex.amp.initialize", "combine_grad", "takes no argument combine_grad. Remove it."),
-        ("apex.amp.initialize", "optlevel", "no argument optlevel. Did you mean opt_level?"),
-        ("apex.optimizers.FusedSGD", "materialize_master_grads", "has no effect: remove it."),
-    ],
-)
+ARGUMENTS = [
+    ("apex.amp.initialize", "combine_grad", "takes no argument combine_grad. Remove it."),
+    ("apex.amp.initialize", "optlevel", "no argument optlevel. Did you mean opt_level?"),
+    ("apex.optimizers.FusedSGD", "materialize_master_grads", "has no effect: remove it."),
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "verdict"), ARGUMENTS)
 def test_an_argument_that_is_not_taken_or_has_no_effect_is_told(name, argument, verdict):
     kind, text = verdict_of(Name(name, 1, (argument,)))
     assert kind == ("note" if "effect" in verdict else "not supported")
     assert text.endswith(verdict)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ("FusedAdam(params, amsgrad=True)", "FusedAdam does not support the AMSGrad variant."),
-        ("FusedLAMB(params, lr=args.lr, amsgrad=True)", "FusedLAMB does not support the AMSGrad"),
-        ("FusedSGD(params, lr=-1.0)", "lr is -1.0; it must be "),
-        ("FusedAdam(params, master_weights=True)", "master_weights=True only with capturable"),
-        ("FusedAdam(params, master_weights=True, capturable=args.capturable)", ""),
-        ("FusedAdam(params, lr=args.lr, betas=(0.9, 0.99))", ""),
-        ("amp.initialize(m, o, opt_level='O6')", "Unexpected optimization level 'O6'."),
-        ("amp.initialize(m, o, opt_level='O1', master_weights=True)", "has no meaning at O1"),
-        ("amp.initialize(m, o, keep_batchnorm_fp32=True)", "keep_batchnorm_fp32=True has no mean"),
-        ("amp.initialize(m, o, opt_level='O2', loss_scale=-1)", "loss_scale is -1"),
-        ("amp.initialize(m, o, opt_level=args.level, master_weights=True)", ""),
-        ("amp.initialize(m, o, master_weights=True, **options)", ""),
-        ("amp.initialize(m, o, opt_level='O6', enabled=False)", ""),
-        ("amp.initialize(m, o, opt_level='O2', master_weights=True, loss_scale='dynamic')", ""),
-        ("amp.initialize(DDP(m), o)", "pass the model itself, and wrap it after amp.initialize"),
-        ("m = DDP(m)\namp.initialize(m, o)", "pass the model itself"),
-        ("m = amp.initialize(m)\nm = DDP(m)", ""),
-        ("def f():\n    m = DDP(m)\ndef g():\n    amp.initialize(m, o)", ""),
-        ("FusedAdam(params).step(grads=[])", "call step() without arguments"),
-    ],
-)
+CALLS = [
+    ("FusedAdam(params, amsgrad=True)", "FusedAdam does not support the AMSGrad variant."),
+    ("FusedLAMB(params, lr=args.lr, amsgrad=True)", "FusedLAMB does not support the AMSGrad"),
+    ("FusedSGD(params, lr=-1.0)", "lr is -1.0; it must be "),
+    ("FusedAdam(params, master_weights=True)", "master_weights=True only with capturable"),
+    ("FusedAdam(params, master_weights=True, capturable=args.capturable)", ""),
+    ("FusedAdam(params, lr=args.lr, betas=(0.9, 0.99))", ""),
+    ("amp.initialize(m, o, opt_level='O6')", "Unexpected optimization level 'O6'."),
+    ("amp.initialize(m, o, opt_level='O1', master_weights=True)", "has no meaning at O1"),
+    ("amp.initialize(m, o, keep_batchnorm_fp32=True)", "keep_batchnorm_fp32=True has no mean"),
+    ("amp.initialize(m, o, opt_level='O2', loss_scale=-1)", "loss_scale is -1"),
+    ("amp.initialize(m, o, opt_level=args.level, master_weights=True)", ""),
+    ("amp.initialize(m, o, master_weights=True, **options)", ""),
+    ("amp.initialize(m, o, opt_level='O6', enabled=False)", ""),
+    ("amp.initialize(m, o, opt_level='O2', master_weights=True, loss_scale='dynamic')", ""),
+    ("amp.initialize(DDP(m), o)", "pass the model itself, and wrap it after amp.initialize"),
+    ("m = DDP(m)\namp.initialize(m, o)", "pass the model itself"),
+    ("m = amp.initialize(m)\nm = DDP(m)", ""),
+    ("def f():\n    m = DDP(m)\ndef g():\n    amp.initialize(m, o)", ""),
+    ("FusedAdam(params).step(grads=[])", "call step() without arguments"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS)
 def test_a_call_that_always_raises_is_not_supported_and_no_other(call, message):
     imports = """
 from apex import amp
@@ -215,22 +215,22 @@ from torch.nn.parallel import DistributedDataParallel as DDP
     assert all(text.startswith("Raises an error: ") and message in text for text in raising)
 
 
-@pytest.mark.parametrize(
-    ("line", "name", "kind"),
-    [
-        ("from torch._six import inf", "torch._six.inf", "not supported"),
-        ("from collections import Iterable", "collections.Iterable", "not supported"),
-        ("import collections\ncollections.Mapping", "collections.Mapping", "not supported"),
-        ("import numpy as np\nnp.float(1)", "numpy.float", "not supported"),
-        ("import torch\ntorch.load(path)", "torch.load", "note"),
-        ("parser.add_argument('--local_rank', type=int)", "--local_rank", "note"),
-        ("correct[:k].view(-1).float()", "x[:k].view(-1)", "note"),
-        ("import torch\ntorch.load(path, weights_only=True)", "", ""),
-        ("parser.add_argument('--local_rank', '--local-rank')", "", ""),
-        ("import numpy as np\nnp.float32(1)", "", ""),
-        ("from collections.abc import Iterable\nfrom collections import OrderedDict", "", ""),
-    ],
-)
+OLD = [
+    ("from torch._six import inf", "torch._six.inf", "not supported"),
+    ("from collections import Iterable", "collections.Iterable", "not supported"),
+    ("import collections\ncollections.Mapping", "collections.Mapping", "not supported"),
+    ("import numpy as np\nnp.float(1)", "numpy.float", "not supported"),
+    ("import torch\ntorch.load(path)", "torch.load", "note"),
+    ("parser.add_argument('--local_rank', type=int)", "--local_rank", "note"),
+    ("correct[:k].view(-1).float()", "x[:k].view(-1)", "note"),
+    ("import torch\ntorch.load(path, weights_only=True)", "", ""),
+    ("parser.add_argument('--local_rank', '--local-rank')", "", ""),
+    ("import numpy as np\nnp.float32(1)", "", ""),
+    ("from collections.abc import Iterable\nfrom collections import OrderedDict", "", ""),
+]
+
+
+@pytest.mark.parametrize(("line", "name", "kind"), OLD)
 def test_what_old_scripts_use_beside_apex_is_named(line, name, kind):
     uses = names(ast.parse(line))
     assert [use.name for use in uses] == [name] * bool(name)
@@ -281,7 +281,7 @@ def test_a_folder_is_read_but_for_what_is_not_its_own_and_what_no_parser_takes(f
     assert [*own] == ["train.py", "net.py"]
     assert migration.files == 3 + len(UNREADABLE)
     assert migration.failed
-    whys = {Path(file).name: reason for file, reason in migration.unread}
+    whys = {Path(each["file"]).name: each["reason"] for each in migration.not_read}
     assert whys.keys() == UNREADABLE.keys()
     for name, (_, reason) in UNREADABLE.items():
         assert whys[name].startswith(reason)
@@ -302,17 +302,17 @@ def test_the_report_has_a_row_for_each_name_with_its_lines_and_remedy(folder):
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["train.py"], FAILED, "unsupported: 1."),
-        (["deep"], OK, "Files: 1. Uses that work unchanged: 1"),
-        (["no_such.py"], BAD_INPUT, "no_such.py cannot be read: No such file or directory."),
-        (["latin.py"], BAD_INPUT, "latin.py cannot be decoded"),
-        (["lab.ipynb"], BAD_INPUT, "lab.ipynb is a notebook. Convert it to a script first: jup"),
-        (["latin.py", "--json", "no/uses.json"], NOT_WRITTEN, "no/uses.json cannot be written"),
-    ],
-)
+EXIT_CODES = [
+    (["train.py"], FAILED, "unsupported: 1."),
+    (["deep"], OK, "Files: 1. Uses that work unchanged: 1"),
+    (["no_such.py"], BAD_INPUT, "no_such.py cannot be read: No such file or directory."),
+    (["latin.py"], BAD_INPUT, "latin.py cannot be decoded"),
+    (["lab.ipynb"], BAD_INPUT, "lab.ipynb is a notebook. Convert it to a script first: jup"),
+    (["latin.py", "--json", "no/uses.json"], NOT_WRITTEN, "no/uses.json cannot be written"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), EXIT_CODES)
 def test_the_exit_code_says_whether_every_use_works(
     folder, monkeypatch, capsys, arguments, code, message
 ):

@@ -112,16 +112,16 @@ def test_skipped_levels_have_no_row():
     assert "O1" not in text
 
 
-@pytest.mark.parametrize(
-    ("column", "changes", "cell"),
-    [
-        ("loss", {"losses": NAN}, "diverged"),
-        ("frozen", {"frozen": 0.034}, "3.4 %"),
-        ("apart", {"losses": tuple(1.1 / step for step in range(1, 26))}, "+10 ± 0.4"),
-        ("skipped", {"loss_scales": (2.0, 1.0) * 13}, "13 of 25"),
-        ("evaluate", {"evaluation": 0.75}, "0.75"),
-    ],
-)
+CELLS = [
+    ("loss", {"losses": NAN}, "diverged"),
+    ("frozen", {"frozen": 0.034}, "3.4 %"),
+    ("apart", {"losses": tuple(1.1 / step for step in range(1, 26))}, "+10 ± 0.4"),
+    ("skipped", {"loss_scales": (2.0, 1.0) * 13}, "13 of 25"),
+    ("evaluate", {"evaluation": 0.75}, "0.75"),
+]
+
+
+@pytest.mark.parametrize(("column", "changes", "cell"), CELLS)
 def test_figures_are_written_shortly(column, changes, cell):
     text = texts(comparison_of(result_of(), result_of("O4", **changes)))
     assert cell in text

@@ -20,17 +20,16 @@ def trains(experiment):
     return loss.dim() == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "function"),
-    [
-        (TARGET, ""),
-        (SETUP, ""),
-        (SETUP.replace("setup", "other"), ":other"),
-        (SETUP.replace("return model, optimizer, batches, loss", "return locals()"), ""),
-        ("from helper_of_target import *\n", ""),
-    ],
-    ids=["names", "setup", "function", "dict", "star"],
-)
+TARGETS = {
+    "names": (TARGET, ""),
+    "setup": (SETUP, ""),
+    "function": (SETUP.replace("setup", "other"), ":other"),
+    "dict": (SETUP.replace("return model, optimizer, batches, loss", "return locals()"), ""),
+    "star": ("from helper_of_target import *\n", ""),
+}
+
+
+@pytest.mark.parametrize(("text", "function"), TARGETS.values(), ids=TARGETS)
 def test_each_level_gets_objects_of_its_own(tmp_path, text, function):
     written(tmp_path, TARGET, "helper_of_target.py")
     with open_target(written(tmp_path, text) + function) as build:
@@ -44,51 +43,37 @@ def test_each_level_gets_objects_of_its_own(tmp_path, text, function):
 
 
 LOCKED = "import threading\nmodel.lock = threading.Lock()\n"
+SCRIPT = "raise RuntimeError('executed')\nfor batch in []:\n    loss = batch\n    loss.backward()\n"
+PREPARES = """from apex import amp
+model, optimizer = amp.initialize(model, optimizer, opt_level='O5', verbosity=0)
+"""
+FAILS = "def setup():\n    raise OSError('no data')\n"
+MAIN = "if __name__ == '__main__':\n    def setup(): pass\n1 / 0\n"
+NO_TARGETS = {
+    "raises": (FAILS, r"setup\(\) raised OSError: no data"),
+    "import": ("import no_such\nfrom x import *\n", "Executing .* failed: ModuleNotFoundError"),
+    "two": ("def setup():\n    return 1, 2\n", "returned tuple; it must return model, optimizer"),
+    "module": ("import torch\nsetup = torch.nn.ReLU()\n", r"setup\(\) raised TypeError"),
+    "model": (TARGET + "model = 3\n", "model is int; it must be Module"),
+    "batches": (TARGET + "batches = 4\n", "batches is int; it must be Iterable"),
+    "locked": (TARGET + LOCKED, r"cannot be deep-copied, as each level needs: TypeError"),
+    "prepares": (TARGET + PREPARES, r"calls amp\.initialize\. .*per level: return the plain model"),
+    # These are looked at before anything is run.
+    "script": (SCRIPT, "is a training script. apex compare needs a file.*Missing: model, opt"),
+    "names": (SCRIPT + "model = optimizer = batches = 1\n", "is a training script.*file was not"),
+    "functions": ("def main():\n    raise OSError\n    loss.backward()\n", "is a training script"),
+    "missing": (
+        "1 / 0\nmodel = 1\n",
+        "is not a compare target.*: optimizer, batches, loss. The file",
+    ),
+    "main": (MAIN, "is not a compare target"),
+    "syntax": ("model = (\n", r"is not valid Python 3: .*line 1"),
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("def setup():\n    raise OSError('no data')\n", r"setup\(\) raised OSError: no data"),
-        ("import no_such_module\nfrom x import *\n", "Executing .* failed: ModuleNotFoundError"),
-        ("def setup():\n    return 1, 2\n", "returned tuple; it must return model, optimizer"),
-        ("import torch\nsetup = torch.nn.ReLU()\n", r"setup\(\) raised TypeError"),
-        (TARGET + "model = 3\n", "model is int; it must be Module"),
-        (TARGET + "batches = 4\n", "batches is int; it must be Iterable"),
-        (TARGET + LOCKED, r"cannot be deep-copied, as each level needs: TypeError"),
-    ],
-    ids=["raises", "import", "two", "module", "model", "batches", "locked"],
-)
+@pytest.mark.parametrize(("text", "message"), NO_TARGETS.values(), ids=NO_TARGETS)
 def test_a_target_that_gives_no_experiment_is_refused(tmp_path, text, message):
     with pytest.raises(InputError, match=message), open_target(written(tmp_path, text)):
-        pass
-
-
-SCRIPT = "raise RuntimeError('executed')\nfor batch in []:\n    loss = batch\n    loss.backward()\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (SCRIPT, "is a training script. apex compare needs a file.*Missing: model, opt"),
-        (SCRIPT + "model = optimizer = batches = 1\n", "is a training script.*The file was not"),
-        ("def main():\n    raise OSError\n    loss.backward()\n", "is a training script"),
-        ("1 / 0\nmodel = 1\n", "is not a compare target.*: optimizer, batches, loss. The file"),
-        ("if __name__ == '__main__':\n    def setup(): pass\n1 / 0\n", "is not a compare target"),
-        ("model = (\n", r"is not valid Python 3: .*line 1"),
-    ],
-    ids=["script", "names", "functions", "names missing", "main", "syntax"],
-)
-def test_a_file_is_looked_at_before_anything_is_run(tmp_path, text, message):
-    with pytest.raises(InputError, match=message), open_target(written(tmp_path, text)):
-        pass
-
-
-def test_a_target_that_prepares_its_model_is_refused(tmp_path):
-    call = "model, optimizer = amp.initialize(model, optimizer, opt_level='O5', verbosity=0)\n"
-    message = r"calls amp\.initialize\. .*once per level: return the plain model"
-    target = written(tmp_path, f"from apex import amp\n{TARGET}{call}")
-    with pytest.raises(InputError, match=message), open_target(target):
         pass
 
 

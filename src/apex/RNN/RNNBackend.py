@@ -63,7 +63,7 @@ class RNNCell(nn.Module):
         self.hidden_size = arguments.integer("hidden_size", hidden_size, least=1)
         self.cell = cell
         self.bias = bias
-        self.output_size = hidden_size if output_size is None else output_size
+        self.output_size = output_size or hidden_size
         self.n_hidden_states = n_hidden_states
         rows = gate_multiplier * hidden_size
         self.w_ih = new_parameter(rows, input_size)
@@ -94,13 +94,12 @@ class RNNCell(nn.Module):
 
         Moves kept states to the parameters' device and dtype.
         """
-        size = self.output_size  # of the first state; the others have the size of the cell
         for index, state in enumerate(self.hidden):
+            size = self.hidden_size if index else self.output_size
             if state is None or len(state) != bsz:
                 self.hidden[index] = self.w_ih.new_zeros(bsz, size)
             else:
                 self.hidden[index] = state.to(self.w_ih)
-            size = self.hidden_size
 
     def reset_hidden(self, bsz: int) -> None:
         """Resets the states to zeros for a batch of ``bsz``."""
@@ -124,9 +123,7 @@ class RNNCell(nn.Module):
     def forward(self, input: Tensor) -> tuple[Tensor, ...]:
         """Returns the new states, output first, for one step's input ``[batch, features]``."""
         self.init_hidden(input.shape[0])
-        hidden: Any = self.hidden
-        if self.n_hidden_states == 1:
-            hidden = self.hidden[0]
+        hidden: Any = self.hidden if self.n_hidden_states > 1 else self.hidden[0]
         weights = [getattr(self, name) for name in self.weights]
         result = self.cell(input, hidden, *weights, b_ih=self.b_ih, b_hh=self.b_hh)
         states = [result] if isinstance(result, Tensor) else list(result)

@@ -33,6 +33,12 @@ def is_code(tensor: Tensor) -> bool:
     return tensor.dim() > 0 and tensor.dtype.itemsize == 1 and tensor.dtype is not torch.bool
 
 
+def math_dtype(*tensors: Tensor) -> torch.dtype:
+    """Returns the dtype to compute in: fp64 if any of ``tensors`` is fp64, else fp32."""
+    wide = any(tensor.dtype is torch.float64 for tensor in tensors)
+    return torch.float64 if wide else torch.float32
+
+
 def name(dtype: torch.dtype) -> str:
     """Returns the short name of ``dtype``, such as ``"float16"``."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,8 @@
-"""Pure functions that cast one operator's arguments by the category of its row."""
+"""Pure functions that cast one operator's arguments by the category of its row.
+
+Operators take tensors, numbers and lists of them. The walk of :mod:`.tree` through any container
+would take 5 us more in each call of our kernels, which take some 15.
+"""
 
 from __future__ import annotations
 

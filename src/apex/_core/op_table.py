@@ -50,8 +50,6 @@ def _operator_of_method(name: str) -> str:
     if operator == "ipow" or plain in ("add", "sub", "mul", "div"):
         is_in_place = operator.startswith("i")
         return f"{plain}_" if is_in_place else plain
-    if operator == "rmatmul":
-        return "matmul"
     return operator
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +22,8 @@ def is_trained(param: nn.Parameter) -> bool:
     return param.requires_grad or param.grad is not None
 
 
-def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Returns the parameters of all groups, in order; none of an optimizer without groups."""
+def params_of(optimizer: Optimizer | None) -> list[nn.Parameter]:
+    """Returns the parameters of all groups, in order; none without groups, or an optimizer."""
     params: list[nn.Parameter] = []
     for group in getattr(optimizer, "param_groups", ()):
         params += group["params"]
@@ -80,12 +80,8 @@ class _Exchange:
         if id(value) in self._seen:
             return value
         self._seen.add(id(value))
-        if isinstance(value, MutableMapping):
-            self._in_container(value, [*value.items()], value.update)
-        elif isinstance(value, list | deque):
-            self._in_container(value, [*value], value.extend)
-        elif isinstance(value, set):
-            self._in_container(value, [*value], value.update)
+        if isinstance(value, list | deque | set | MutableMapping):
+            self._in_container(value)
         elif isinstance(value, Optimizer) or self._is_own(value):
             self.in_attributes(value)
         return value
@@ -97,15 +93,14 @@ class _Exchange:
         """
         if not isinstance(item, nn.Module | SimpleNamespace):
             return self._of(item)
-        named = {name: value for name, value in vars(item).items() if name in names}
-        if isinstance(item, nn.Module):
-            named = {name: value for name, value in item._parameters.items() if name in names}
+        known = item._parameters if isinstance(item, nn.Module) else vars(item)
+        named = {name: value for name, value in known.items() if name in names}
         new = {name: self._of(param) for name, param in named.items()}
         return item if _are_same(new.values(), named.values()) else SimpleNamespace(**new)
 
-    def _in_container(
-        self, container: Any, items: list[Any], refill: Callable[[list[Any]], None]
-    ) -> None:
+    def _in_container(self, container: Any) -> None:
+        is_mapping = isinstance(container, MutableMapping)
+        items = [*container.items()] if is_mapping else [*container]
         changed = [*map(self._of, items)]
         is_same = _are_same(changed, items)
         if isinstance(container, list):
@@ -113,6 +108,7 @@ class _Exchange:
                 container[:] = changed
         elif not is_same or any(isinstance(key, Tensor) for key in container):
             container.clear()
+            refill = container.extend if isinstance(container, deque) else container.update
             refill(changed)
 
     def _is_own(self, value: object) -> bool:
@@ -171,9 +167,7 @@ def match_states(optimizers: Sequence[Optimizer], before: Iterable[torch.dtype])
         optimizers: Optimizers whose parameters were converted, or exchanged for masters.
         before: Their :func:`dtypes_of` before that.
     """
-    params: list[Tensor] = []
-    for optimizer in optimizers:
-        params += params_of(optimizer)
+    params = [param for optimizer in optimizers for param in params_of(optimizer)]
     old_dtypes = dict(zip(map(id, params), before, strict=True))
     for optimizer in optimizers:
         for part in optimizers_in(optimizer):

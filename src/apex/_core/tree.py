@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
@@ -38,7 +39,8 @@ def map_leaves(fn: LeafFunction, obj: T) -> T:
         fn: Called with each leaf; returns the replacement, or the same leaf for no change.
         obj: A leaf, a container of leaves, or anything else.
     """
-    return _Walk(fn).visit(obj)  # type: ignore[no-any-return]
+    new = _replacement(fn, obj)
+    return obj if new is _SAME else new
 
 
 def map_tensors(fn: Callable[[Tensor], Any], obj: T) -> T:
@@ -60,24 +62,25 @@ def tensors(obj: object) -> list[Tensor]:
     return listed
 
 
-def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns ``tensor`` in ``dtype``; the same object if there is nothing to cast.
+def cast(leaf: T, dtype: torch.dtype) -> T:
+    """Returns a tensor in ``dtype``, or another object with a ``to`` as :func:`_converted`.
 
-    Differentiable. Returns tensors that are not castable (integer, complex, ...) unchanged.
+    Returns the same object if there is nothing to cast. Differentiable. Returns tensors that are
+    not castable (integer, complex, ...) unchanged.
     """
-    if tensor.dtype is dtype or tensor.dtype not in CASTABLE:
-        return tensor
-    return tensor.to(dtype)
+    if not isinstance(leaf, Tensor):
+        return _converted(leaf, dtype)  # type: ignore[no-any-return]
+    if leaf.dtype is dtype or leaf.dtype not in CASTABLE:
+        return leaf
+    return leaf.to(dtype)  # type: ignore[return-value]
 
 
 def cast_tensors(obj: T, dtype: torch.dtype) -> T:
     """Returns ``obj`` with every floating-point tensor in ``dtype``, in any nesting.
 
-    Converts objects with their own ``to`` method by :func:`converted`. See :func:`map_leaves` for
-    what is preserved.
+    See :func:`map_leaves` for what is preserved.
     """
-    (cast_obj,), _ = cast_arguments((obj,), {}, dtype)
-    return cast_obj  # type: ignore[no-any-return]
+    return map_leaves(functools.partial(cast, dtype=dtype), obj)
 
 
 def cast_arguments(
@@ -88,24 +91,25 @@ def cast_arguments(
     objects: bool = True,
     skip: Collection[int | str] = (),
 ) -> Call:
-    """Returns a call's arguments with every floating-point tensor in ``dtype``.
+    """Returns a call's arguments as :func:`cast_tensors` does.
 
-    Without ``objects``, those with a ``to`` method stay as they are. ``skip`` holds positions and
-    names of arguments that stay, too.
+    Without ``objects``, those with a ``to`` method stay as they are, and so do the arguments whose
+    positions and names ``skip`` holds.
     """
-
-    def cast_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return cast(leaf, dtype)
-        return converted(leaf, dtype) if objects else leaf
-
-    visit = _Walk(cast_leaf).visit
-    cast_args = [arg if at in skip else visit(arg) for at, arg in enumerate(args)]
-    cast_kwargs = {name: arg if name in skip else visit(arg) for name, arg in kwargs.items()}
+    walk = map_leaves if objects else map_tensors
+    cast_leaf = functools.partial(cast, dtype=dtype)
+    cast_args = [*args]
+    for at, arg in enumerate(args):
+        if at not in skip:
+            cast_args[at] = walk(cast_leaf, arg)
+    cast_kwargs = {**kwargs}
+    for name, arg in kwargs.items():
+        if name not in skip:
+            cast_kwargs[name] = walk(cast_leaf, arg)
     return tuple(cast_args), cast_kwargs
 
 
-def converted(obj: Any, dtype: torch.dtype) -> Any:
+def _converted(obj: Any, dtype: torch.dtype) -> Any:
     """Returns ``obj.to(dtype)``, in which only floating-point tensors are cast.
 
     Works on a shallow copy, since some ``to`` methods change the object. Returns the object itself
@@ -123,9 +127,9 @@ def converted(obj: Any, dtype: torch.dtype) -> Any:
     try:
         with floating_only:
             result = copied.to(dtype)
-    except Exception as error:  # whatever the class raises for an argument that it does not know
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - whatever the class raises for an argument it does not know
         return obj
     if not floating_only.has_changed:
         return obj
@@ -156,71 +160,56 @@ class _FloatingOnly(TorchFunctionMode):
 _CASTS = frozenset({Tensor.to, Tensor.type, Tensor.half, Tensor.bfloat16})
 
 
-class _Walk:
-    """One traversal: the function to apply, and the number of changes so far.
+_SAME: Any = object()
+"""Stands for no change: dynamo cannot trace a comparison of containers."""
 
-    Counts changes instead of comparing containers, which dynamo cannot trace.
+
+def _replacement(fn: LeafFunction, obj: Any, outer: tuple[Any, ...] = ()) -> Any:
+    """Returns what takes the place of ``obj``; ``_SAME`` if no leaf in it changes.
+
+    Args:
+        fn: See :func:`map_leaves`.
+        obj: The object.
+        outer: Dataclasses that hold it, to which it may refer back.
     """
-
-    def __init__(self, fn: LeafFunction) -> None:
-        self.fn = fn
-        self.changes = 0
-        self.open: list[Any] = []  # dataclasses, whose parts may refer back to them
-
-    def visit(self, obj: Any) -> Any:
-        if isinstance(obj, (nn.Module, type)):
-            return obj
-        # An object's own ``to`` takes precedence over its base type: a packed sequence is a named
-        # tuple, a tokenizer's batch a dict. Looked up on the class: instances of attribute-style
-        # dicts seem to have every attribute.
-        if callable(getattr(type(obj), "to", None)):
-            new = self.fn(obj)
-            if new is not obj:
-                self.changes += 1
-            return new
-        if isinstance(obj, (list, tuple, deque)):
-            return self._container(obj, enumerate(obj))
-        if isinstance(obj, Mapping):
-            return self._container(obj, obj.items())
-        if dataclasses.is_dataclass(obj):
-            return self._dataclass(obj)
-        return obj
-
-    def _container(self, obj: Any, items: Iterable[tuple[Any, Any]]) -> Any:
-        changed = self._changed(items)
-        if not changed:
-            return obj
-        result = _writable(obj)
-        for key, value in changed.items():
-            result[key] = value
-        if isinstance(obj, tuple):
-            return _tuple_like(obj, result)
-        return result
-
-    def _dataclass(self, obj: Any) -> Any:
-        if any(outer is obj for outer in self.open):  # a cycle
-            return obj
-        self.open.append(obj)
+    if isinstance(obj, (nn.Module, type)):
+        return _SAME
+    # An object's own ``to`` takes precedence over its base type: a packed sequence is a named
+    # tuple, a tokenizer's batch a dict. Looked up on the class: instances of attribute-style dicts
+    # seem to have every attribute.
+    if callable(getattr(type(obj), "to", None)):
+        new = fn(obj)
+        return _SAME if new is obj else new
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(obj, (list, tuple, deque)):
+        items = enumerate(obj)
+    elif isinstance(obj, Mapping):
+        items = obj.items()
+    elif dataclasses.is_dataclass(obj) and not any(holder is obj for holder in outer):
         names = [field.name for field in dataclasses.fields(obj)]
         items = [(name, getattr(obj, name, None)) for name in names]
-        changed = self._changed(items)
-        self.open.pop()
-        if not changed:
-            return obj
+        outer = (*outer, obj)
+    else:
+        return _SAME
+    changes = {}
+    for key, item in items:
+        new = _replacement(fn, item, outer)
+        if new is not _SAME:
+            changes[key] = new
+    return _changed_copy(obj, changes) if changes else _SAME
+
+
+def _changed_copy(obj: Any, changes: Mapping[Any, Any]) -> Any:
+    """Returns a copy of a container or dataclass with some of its items changed."""
+    if not isinstance(obj, (list, tuple, deque, Mapping)):
         result = copy.copy(obj)
-        for name, value in changed.items():
+        for name, value in changes.items():
             object.__setattr__(result, name, value)  # also works on frozen ones
         return result
-
-    def _changed(self, items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-        """Returns what changes, by key."""
-        changed = {}
-        for key, old in items:
-            before = self.changes
-            new = self.visit(old)
-            if self.changes != before:
-                changed[key] = new
-        return changed
+    items = _writable(obj)
+    for key, value in changes.items():
+        items[key] = value
+    return _tuple_like(obj, items) if isinstance(obj, tuple) else items
 
 
 def _writable(obj: Any) -> Any:

@@ -359,6 +359,8 @@ def widen_grads(pairs: Iterable[MasterPair]) -> None:
                 models.append(pair.model)
                 masters.append(pair.master)
                 grads.append(grad)
+        if not models:
+            return
         for model, wide in zip(models, fp32_copies(grads, masters), strict=True):
             model.grad_dtype = None  # torch.utils.swap_tensors drops it
             model.grad = wide
@@ -478,8 +480,7 @@ class MasterTable:
     def __init__(self) -> None:
         """Starts without masters."""
         self.exact: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
-        self._steps = 0  # of the session's optimizers
-        # Each model's value of ``_steps`` at its last forward pass.
+        # Steps of the session's optimizers at each model's last forward pass.
         self._steps_seen = weakref.WeakKeyDictionary[nn.Module, int]()
         self._by_param = weakref.WeakValueDictionary[int, MasterPair]()
         # Fp32 copies of other 16-bit tensors in the pickles that are being made.
@@ -583,10 +584,6 @@ class MasterTable:
             self._by_model[model] = pairs
         update_model_from_masters(pairs)
 
-    def note_step(self) -> None:
-        """Records a step of one of the session's optimizers."""
-        self._steps += 1
-
     @torch.no_grad()
     def set_exact_values(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets masters to the exact values of parameters that are loaded next.
@@ -604,19 +601,24 @@ class MasterTable:
             elif param in self.exact:
                 self.exact[param].copy_(value)
 
-    def prepare_plain_pass(self, model: nn.Module, *, under_ddp: bool) -> None:
+    def prepare_plain_pass(self, model: nn.Module, steps: int, *, under_ddp: bool) -> None:
         """Prepares a model's gradients, at its forward, for a pass without a block.
 
         Gradients since the last step, to which the pass adds, become fp32. Older ones, which the
         script is about to clear, do not: they would take memory. DistributedDataParallel adds
         16-bit gradients to 16-bit ones alone.
 
+        Args:
+            model: The model.
+            steps: The number of steps so far.
+            under_ddp: Whether it is in DistributedDataParallel.
+
         Raises:
             RuntimeError: Under DistributedDataParallel, if gradients are fp32 since the last step.
         """
         pairs = self._by_model[model]
-        is_new_step = self._steps_seen.get(model, 0) != self._steps
-        self._steps_seen[model] = self._steps
+        is_new_step = self._steps_seen.get(model, 0) != steps
+        self._steps_seen[model] = steps
         if under_ddp and is_new_step:
             narrow_grads(pairs)
         elif under_ddp:

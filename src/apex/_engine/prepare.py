@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from torch import nn
 from torch.optim import Optimizer
 
-from apex._core.param_groups import dtypes_of, match_states
+from apex._core.param_groups import dtypes_of, match_states, params_of
+from apex._engine.autocast.region import AutocastRegion
 from apex._engine.conversion import casts
 from apex._engine.conversion.plan import ModelPlan
 from apex._engine.conversion.state import ModelState
@@ -17,6 +18,7 @@ from apex._engine.optimizer import unprepared
 from apex._engine.optimizer.subclass import prepare_optimizer
 from apex._engine.session import Session
 from apex._torch import fsdp
+from apex._torch.modules import named_tensors
 
 
 def prepare(
@@ -50,13 +52,32 @@ def prepare(
     for optimizer in optimizers:
         prepare_optimizer(session, optimizer, undo)
     undo.callback(session.close)
-    begin(session)
+    begin(session, _used_by_script(models, optimizers))
     session.add_models(models)
     match_states(optimizers, old_dtypes)
 
 
-def begin(session: Session) -> None:
-    """Begins a session: its op casts in this thread, and what concerns other optimizers."""
+def begin(session: Session, used_by_script: bool) -> None:
+    """Begins a session: its op casts in this thread, and what concerns other optimizers.
+
+    If the script itself uses weights, our kernels cast them all: torch's share casts only in
+    forward passes of models.
+    """
     session.begin_casts()
+    if used_by_script and isinstance(session.region, AutocastRegion):
+        session.region.cast_all()
     if session.follows_other_steps:
         unprepared.hooks.add(session)
+
+
+def _used_by_script(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
+    """Returns whether optimizers train a matrix that is used in no forward pass of the models."""
+    held: set[int] = set()
+    for model in models:
+        if type(model).forward is not nn.Module.forward:  # a ModuleList has none
+            held.update(map(id, named_tensors(model).values()))
+    for optimizer in optimizers:
+        for param in params_of(optimizer):
+            if param.dim() > 1 and id(param) not in held:
+                return True
+    return False

@@ -52,6 +52,9 @@ class Member(Protocol):
     had_block: bool
     """Whether a ``scale_loss`` block was given the optimizer."""
 
+    steps: int
+    """Steps so far."""
+
     def forget_cleared(self, cleared: set[int]) -> None:
         """Forgets what unfinished passes hold for parameters, by ``id``, that were cleared."""
         ...
@@ -179,11 +182,13 @@ class Session:
 
     def prepare_plain_pass(self, model: nn.Module) -> None:
         """Prepares the gradients of a model, at its forward, for a pass without a block."""
+        steps = 0
         for member in [*self.members]:
             # Blocks prepare the gradients themselves when they begin.
             if member.unfinished_pass is not None or (self.under_ddp and member.had_block):
                 return
-        self.masters.prepare_plain_pass(model, under_ddp=self.under_ddp)
+            steps += member.steps
+        self.masters.prepare_plain_pass(model, steps, under_ddp=self.under_ddp)
 
     # -- casts -------------------------------------------------------------------------------
 

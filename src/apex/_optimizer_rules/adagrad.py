@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apex._core.foreach.working import working
 from apex._optimizer_rules.scalars import Scalar, decay_, decayed, descend_
+from apex._optimizer_rules.working import working
 from apex._torch import foreach
 from apex._torch.copies import as_tensor
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from apex._core.foreach.working import working
 from apex._optimizer_rules.scalars import (
     Scalar,
     Tensors,
@@ -20,6 +19,7 @@ from apex._optimizer_rules.scalars import (
     decayed,
     descend_,
 )
+from apex._optimizer_rules.working import working
 from apex._torch import foreach
 from apex._torch.copies import as_tensor
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from apex._core.foreach.norms import norms_of
-from apex._core.foreach.working import working
 from apex._optimizer_rules.adam import AdamRule, adam_
 from apex._optimizer_rules.scalars import Scalar, Tensors, decayed, descend_, descend_each_
+from apex._optimizer_rules.working import working
 
 
 def clip_divisor(norm: Tensor, max_norm: Scalar) -> Tensor:

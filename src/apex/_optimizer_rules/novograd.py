@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from apex._core.foreach.norms import LARGEST, norms_of
-from apex._core.foreach.working import store, working
 from apex._optimizer_rules.adam import AdamRule
 from apex._optimizer_rules.scalars import Scalar, decay_, decayed, descend_each_
 from apex._optimizer_rules.sgd import SGDRule, sgd_
+from apex._optimizer_rules.working import store, working
 
 NORMS = {0: LARGEST, 2: 2.0}
 """The order of the norm by ``norm_type``: the largest absolute value, or the 2-norm."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from apex._core.dtypes import is_low_precision
-from apex._core.foreach.working import store, working
 from apex._optimizer_rules.scalars import Scalar, Tensors, decayed, descend_
+from apex._optimizer_rules.working import store, working
 from apex._torch import foreach
 
 

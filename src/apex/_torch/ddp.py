@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,17 +27,11 @@ def sends(wrapper: DistributedDataParallel) -> bool:
     return bool(wrapper.require_backward_grad_sync or wrapper.__dict__.get(SENDS_LATER))
 
 
-def broadcast(wrapper: DistributedDataParallel, tensors: Sequence[Tensor]) -> None:
+def broadcast(wrapper: DistributedDataParallel, tensors: list[Tensor]) -> None:
     """Broadcasts tensors from the first rank of the wrapper's group, as it does its parameters."""
-    group = wrapper.process_group
     # Private in torch: a collective for each 250 MiB.
-    coalesced = getattr(distributed, "_broadcast_coalesced", None)
-    if coalesced is not None:
-        coalesced(group, tensors, wrapper.broadcast_bucket_size, 0)
-        return
-    source = distributed.get_global_rank(group, 0)
-    for tensor in tensors:
-        distributed.broadcast(tensor, source, group=group)
+    broadcast_all = distributed._broadcast_coalesced  # type: ignore[attr-defined]
+    broadcast_all(wrapper.process_group, tensors, wrapper.broadcast_bucket_size, 0)
 
 
 def unsent_dtypes(wrapper: DistributedDataParallel) -> set[torch.dtype]:

@@ -62,28 +62,22 @@ def laid_out_as(like: Tensor, tensor: Tensor) -> Tensor:
     return tensor.redistribute(like.device_mesh, like.placements)
 
 
-def groups(params: Collection[Tensor]) -> dict[Any, str]:
-    """Returns the process groups of ranks that hold different parts of ``params``.
-
-    Each comes with the device type on which it communicates. There is one per mesh dimension over
-    which a parameter is sharded, in parameter order, which is the same on every rank.
-    """
-    by_dimension: dict[Any, str] = {}
-    if any_dtensor(params):
-        for param in filter(is_dtensor, params):
-            mesh = param.device_mesh
-            for dimension, placement in enumerate(param.placements):
-                if not placement.is_replicate() and mesh.size(dimension) > 1:
-                    by_dimension[mesh.get_group(dimension)] = mesh.device_type
-    return by_dimension
-
-
 def share_flag_(flag: Tensor, params: Collection[Tensor]) -> None:
     """Sets 0-d ``flag`` to its maximum over all ranks that hold parts of ``params``.
 
     All these ranks must call it. Waits for the device only if their backend does.
     """
-    for group, device_type in groups(params).items():
+    if not any_dtensor(params):
+        return
+    # Of ranks with different parts of a parameter, and the device type on which they communicate;
+    # in parameter order, which is the same on every rank.
+    groups: dict[Any, str] = {}
+    for param in filter(is_dtensor, params):
+        mesh = param.device_mesh
+        for dimension, placement in enumerate(param.placements):
+            if not placement.is_replicate() and mesh.size(dimension) > 1:
+                groups[mesh.get_group(dimension)] = mesh.device_type
+    for group, device_type in groups.items():
         shared = flag
         if flag.device.type != device_type:  # the loss is on the CPU, or the parameters are
             shared = flag.to(device_type)

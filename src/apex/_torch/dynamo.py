@@ -1,4 +1,4 @@
-"""Marks functions that ``torch.compile`` must not trace, and detects compilation."""
+"""Marks functions that ``torch.compile`` must not trace; detects compilation and export."""
 
 from __future__ import annotations
 
@@ -122,3 +122,14 @@ def is_compiling_here() -> bool:
     if callable(callback):
         return True
     return is_tracing() or torch._guards.CompileContext.try_get() is not None
+
+
+@at_tracing  # the new exporter traces by dynamo where its first way fails
+def is_exporting_onnx() -> bool:
+    """Returns whether ``torch.onnx`` exports a model; false where its own question fails."""
+    if "torch.onnx" not in sys.modules:
+        return False
+    try:
+        return bool(torch.onnx.is_in_onnx_export())
+    except ImportError:  # torch 2.13 asks a package that only its new exporter needs
+        return False

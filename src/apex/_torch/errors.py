@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import re
-from typing import Literal
+from typing import Any, Literal
 
 _MIXED_INPUTS = re.compile(  # oneDNN says it of a state in another dtype
     "same dtype|scalar type|Half|BFloat16|primitive descriptor for (the|an) LSTM"
@@ -42,12 +42,10 @@ def fault_of_16_bits(error: RuntimeError) -> Literal["mixed", "no room", "no ker
 
 
 def _is_of_torch(error: BaseException) -> bool:
-    """Returns whether torch raised an error, and not a ``raise`` in other Python code."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
+    """Returns whether torch raised an error that was caught, and no ``raise`` in other Python."""
+    trace: Any = error.__traceback__
+    while trace.tb_next is not None:
         trace = trace.tb_next
-    if trace is None:
-        return False
     module: str = trace.tb_frame.f_globals.get("__name__", "")
     instruction = trace.tb_frame.f_code.co_code[trace.tb_lasti]
     return module.startswith("torch.") or dis.opname[instruction] != "RAISE_VARARGS"

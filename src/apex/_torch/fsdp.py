@@ -29,11 +29,15 @@ def sharded_modules(model: nn.Module) -> Iterator[nn.Module]:
         yield from (m for m in model.modules() if isinstance(m, fsdp.FSDPModule))
 
 
+def _states(model: nn.Module) -> Iterator[Any]:
+    for module in sharded_modules(model):
+        yield getattr(module, "_get_fsdp_state", lambda: None)()
+
+
 def param_groups(model: nn.Module) -> list[Any]:
     """Returns the groups of parameters that are gathered together, without duplicates."""
     found: dict[Any, None] = {}
-    for module in sharded_modules(model):
-        state = getattr(module, "_get_fsdp_state", lambda: None)()
+    for state in _states(model):
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # before torch 2.15
             groups = [getattr(state, "_fsdp_param_group", None)]
@@ -44,8 +48,7 @@ def param_groups(model: nn.Module) -> list[Any]:
 
 def casts(model: nn.Module) -> bool:
     """Returns whether ``fully_shard`` casts arguments, parameters or outputs of any module."""
-    for module in sharded_modules(model):
-        state = getattr(module, "_get_fsdp_state", lambda: None)()
+    for state in _states(model):
         policy = getattr(state, "_mp_policy", None)
         if policy is not None and (policy.param_dtype or policy.output_dtype):
             return True

@@ -29,6 +29,7 @@ class AmpState:
         min_loss_scale: Argument of the latest ``initialize``; each scaler has its own.
         max_loss_scale: Argument of the latest ``initialize``; each scaler has its own.
         functions: Functions that the user registered for casting.
+        init_handle: The handle of the latest ``amp.init``, if any.
     """
 
     opt_properties: Properties
@@ -43,7 +44,7 @@ class AmpState:
         self.min_loss_scale: float | None = None
         self.max_loss_scale = 2.0**24
         self.functions = UserRegistry()
-        self._init_handle: Any = None
+        self.init_handle: Any = None
 
     # -- sessions ----------------------------------------------------------------------------
 
@@ -66,8 +67,9 @@ class AmpState:
     def current(self) -> Session | None:
         """Returns the newest session of ``initialize``, or else of ``init``, if any."""
         sessions = self.sessions()
-        sessions = [each for each in sessions if each.made_by == "initialize"] or sessions
-        return sessions[-1] if sessions else None
+        initialized = [session for session in sessions if session.made_by == "initialize"]
+        preferred = initialized or sessions
+        return preferred[-1] if preferred else None
 
     @property
     def initialized(self) -> bool:
@@ -79,16 +81,11 @@ class AmpState:
         """Whether the latest ``initialize`` or ``init`` enabled amp; True before the first."""
         return not self.initialized or bool(self.opt_properties.enabled)
 
-    @property
-    def init_handle(self) -> Any:
-        """The handle of the latest ``amp.init``, if any."""
-        return self._init_handle
-
     def hold_handle(self, handle: Any) -> None:
         """Keeps the handle of ``amp.init`` and its session, and deactivates an earlier one."""
-        if self._init_handle is not None:
-            self._init_handle._deactivate()
-        self._init_handle = handle
+        if self.init_handle is not None:
+            self.init_handle._deactivate()
+        self.init_handle = handle
 
     # -- apex's view -------------------------------------------------------------------------
 

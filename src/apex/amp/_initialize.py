@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from apex import _unavailable
 from apex._core import tree
@@ -36,7 +35,7 @@ def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
 
 def to_type(dtype: torch.dtype, t: Any) -> Any:
     """Casts floating-point tensors, and other objects through their ``to``; keeps other tensors."""
-    return tree.cast(t, dtype) if isinstance(t, Tensor) else tree.converted(t, dtype)
+    return tree.cast(t, dtype)
 
 
 _applier = applier

@@ -119,11 +119,10 @@ def init(
         started = start_init_session(loss_scale, patch_type, allow_banned=allow_banned)
         warn_if_emulated(started.policy)
         handle = AmpHandle(loss_scale, enable_caching, verbose, session=started)
-    _amp_state.hold_handle(handle)
-    if enabled:
         for session in _amp_state.sessions():
             if session.policy.param_dtype is torch.float16:
                 session.cast_by(started)
+    _amp_state.hold_handle(handle)
     if all(session.made_by == "init" for session in _amp_state.sessions()):
         _amp_state.opt_properties = Properties({"enabled": enabled})
     return handle

@@ -198,9 +198,9 @@ def initialize(
     policy = to_policy(properties)
     plan = _plan(
         policy,
-        fp32_modules=inputs.rules("fp32_modules", fp32_modules),
-        fp32_inputs=inputs.rules("fp32_inputs", fp32_inputs),
-        fp32_buffers=inputs.rules("fp32_buffers", fp32_buffers),
+        fp32_modules=fp32_modules,
+        fp32_inputs=fp32_inputs,
+        fp32_buffers=fp32_buffers,
     )
     model_list = inputs.model_list(models, to_16_bits=plan.casts_down)
     inputs.check_models(model_list, plan)
@@ -347,5 +347,5 @@ def _plan(policy: Policy, **names: Any) -> ModelPlan:
         keep_batchnorm_fp32=policy.batchnorm_fp32,
         cast=_initialize.custom_cast(),
         widen_low=policy.compute_dtype is not None and not as_it_comes,
-        **names,
+        **{name: inputs.rules(name, given) for name, given in names.items()},
     )

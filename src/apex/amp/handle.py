@@ -176,12 +176,12 @@ class AmpHandle:
         return BackwardPass(self._session, loss, [prepared], scaler)
 
     def _bind(self, optimizer: Any) -> PreparedOptimizer | None:
-        unwrapped_optimizer = unwrap(optimizer)
-        if self._session is not None and prepared_state(unwrapped_optimizer) is None:
+        inner = unwrap(optimizer)
+        if self._session is not None and prepared_state(inner) is None:
             with Undo() as undo:
-                prepare_optimizer(self._session, unwrapped_optimizer, undo)
+                prepare_optimizer(self._session, inner, undo)
                 undo.pop_all()
-        return prepared_state(unwrapped_optimizer)
+        return prepared_state(inner)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """Wraps an optimizer to add ``scale_loss``, with one scale per loss."""
@@ -257,14 +257,15 @@ class OptimWrapper:
         return repr(self._optimizer)
 
 
-def handle_of(session: Session | None) -> AmpHandle:
-    """Returns a handle of ``session``, a no-op one if it has no op casts."""
-    if session is None or session.policy.compute_dtype is None:
-        return NoOpHandle()
-    return AmpHandle(session=session)
+def _handle(state: AmpState) -> AmpHandle:
+    """Returns the handle of ``amp.init``, or else of the current session's op casts, if any."""
+    session = state.current()
+    if state.init_handle is None and session is not None and session.policy.compute_dtype:
+        return AmpHandle(session=session)
+    return state.init_handle or NoOpHandle()
 
 
-AmpState.handle = property(lambda self: self.init_handle or handle_of(self.current()))
+AmpState.handle = property(_handle)
 
 
 def session_of(
@@ -275,43 +276,33 @@ def session_of(
     Raises:
         RuntimeError: If ``caller``, a public function, got an optimizer without a session.
     """
-    session = _newest(prepared_optimizers)
+    session: Session | None = None
+    if None not in prepared_optimizers:
+        owners = [prepared.session for prepared in prepared_optimizers if prepared is not None]
+        for candidate in Session.live:  # oldest first
+            if candidate in owners:
+                session = candidate
+        # As in apex, a deactivated handle uses the scalers of the latest call.
+        if session is None or isinstance(session.region, AmbientRegion):
+            session = _amp_state.current() or session
     if session is not None:
         options = session.options
         is_on = options is None or options.options["enabled"]  # which scripts may unset
         return session if is_on else None
-    if any(prepared_optimizers) or _amp_state.enabled:
-        raise RuntimeError(_not_prepared(prepared_optimizers, caller))
-    return None
-
-
-def _newest(prepared_optimizers: Sequence[PreparedOptimizer | None]) -> Session | None:
-    sessions: list[Session] = []
-    for prepared in prepared_optimizers:
-        if prepared is None:
-            return None
-        sessions.append(prepared.session)
-    newest: Session | None = None
-    for session in Session.live:
-        if session in sessions:
-            newest = session
-    # As in apex, a deactivated handle uses the scalers of the latest call.
-    if newest is None or isinstance(newest.region, AmbientRegion):
-        newest = _amp_state.current() or newest
-    return newest
-
-
-def _not_prepared(prepared_optimizers: Sequence[PreparedOptimizer | None], caller: str) -> str:
-    options = _amp_state.opt_properties.options if _amp_state.initialized else {}
-    why = (
-        "got no optimizer that amp has prepared. Copies are plain. Pass it to amp.initialize and "
-        "use the result:"
+    if not (any(prepared_optimizers) or _amp_state.enabled):
+        return None
+    level = "O1"
+    why = "was called before amp.initialize. First call"
+    if _amp_state.initialized:
+        level = _amp_state.opt_properties.options.get("opt_level", level)
+        why = (
+            "got no optimizer that amp has prepared. Copies are plain. Pass it to amp.initialize "
+            "and use the result:"
+        )
+    raise RuntimeError(
+        f"{caller} {why}\n    "
+        f"model, optimizer = amp.initialize(model, optimizer, opt_level={level!r})"
     )
-    if not _amp_state.initialized:
-        why = "was called before amp.initialize. First call"
-    level = options.get("opt_level", "O1")
-    call = f"model, optimizer = amp.initialize(model, optimizer, opt_level={level!r})"
-    return f"{caller} {why}\n    {call}"
 
 
 def _scaler(session: Session, loss_id: int) -> Scaler:

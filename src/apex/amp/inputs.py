@@ -219,8 +219,7 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
     A plain model is accepted after ``model.float()``, with the optimizer that has its masters.
     """
     _check_distinct(models)
-    prepared_optimizers = []
-    mastered: set[int] = set()
+    stepped: list[set[int]] = []
     for optimizer in optimizers:
         prepared = prepared_state(optimizer)
         if prepared is None:
@@ -228,11 +227,10 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
                 f"amp.restore got an optimizer ({type(optimizer).__name__}) that amp has not "
                 "prepared. Pass the optimizer that amp.initialize returned."
             )
-        prepared_optimizers.append(prepared)
-        mastered.update(id(pair.model) for pair in prepared.pairs)
+        stepped.append({id(pair.model) for pair in prepared.pairs})
+    mastered = set().union(*stepped)
     for model in models:
-        is_known = is_converted(model) or not mastered.isdisjoint(_params([model]))
-        if not is_known:
+        if not is_converted(model) and mastered.isdisjoint(_params([model])):
             raise ValueError(
                 f"amp.restore got a model ({type(model).__name__}) that amp has not prepared. "
                 "Pass the model that amp.initialize returned, without a wrapper."
@@ -242,10 +240,9 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
     for session in _amp_state.sessions():
         elsewhere |= _params(session.models)
     elsewhere -= passed
-    for prepared in prepared_optimizers:
-        stepped = {id(pair.model) for pair in prepared.pairs}
+    for params in stepped:
         # Parameters that no prepared model holds any more (a replaced head) do not count.
-        if stepped and (stepped.isdisjoint(passed) or stepped & elsewhere):
+        if params and (params.isdisjoint(passed) or params & elsewhere):
             raise ValueError(
                 "amp.restore got an optimizer with masters of a model that was not passed. Restore "
                 "model and optimizer together: amp.restore(model, optimizer)."

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from apex._core.arguments import kind
 from apex._core.param_groups import is_from
 from apex._engine import masters
-from apex._engine.masters import MasterPair
+from apex._engine.masters import MasterPair, pair_of_master
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.optimizer.subclass import AmpOptimizer, prepared_state
 
@@ -43,9 +43,9 @@ def unwrapped(optimizers: Any) -> list[Optimizer]:
     Raises:
         TypeError: If one is not an optimizer.
     """
-    if not isinstance(optimizers, list | tuple):
-        optimizers = [optimizers]
-    return [*map(unwrap, optimizers)]
+    # isinstance would ask a prepared optimizer for the class that it shows, in each block.
+    is_sequence = issubclass(type(optimizers), list | tuple)
+    return [*map(unwrap, optimizers if is_sequence else [optimizers])]
 
 
 def _inside(optimizer: Any) -> Optimizer | None:
@@ -121,8 +121,7 @@ class AmpStash:
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
         """Parameters that the optimizer steps directly, without masters."""
-        with_pair = {id(pair.master) for pair in self._prepared.pairs}
-        return [param for param in self._prepared.params() if id(param) not in with_pair]
+        return [param for param in self._prepared.params() if pair_of_master(param) is None]
 
     @property
     def all_fp32_params(self) -> list[Tensor]:
@@ -144,12 +143,8 @@ class AmpStash:
         if is_from(optimizer, "apex.optimizers.fused_sgd"):
             # NVIDIA's would step the groups that it finds here with kernels for fp16.
             raise AttributeError("The _amp_stash of NVIDIA's FusedSGD has no groups.")
-        pairs = {id(pair.master): pair for pair in self._prepared.pairs}
-        groups = []
-        for group in optimizer.param_groups:
-            ids = map(id, group["params"])
-            groups.append([pairs[key] for key in ids if key in pairs])
-        return groups
+        groups = [map(pair_of_master, group["params"]) for group in optimizer.param_groups]
+        return [[*filter(None, pairs)] for pairs in groups]
 
     @property
     def params_have_scaled_gradients(self) -> bool:

@@ -53,14 +53,22 @@ class Properties:
         self.options[name] = value
 
 
+_MODEL_OPTIONS = ("cast_model_type", "keep_batchnorm_fp32", "master_weights")
+"""Overrides that have no meaning at O1 and O4."""
+
+
 class Level:
     """One level: a callable that sets the level's defaults in :class:`Properties`.
 
     Attributes:
         description: What the start-up report says of the level.
+        refused: Overrides that have no meaning.
+        instead: The levels that they have a meaning at.
     """
 
     description = ""
+    refused: tuple[str, ...] = ("patch_torch_functions", "patch_torch_functions_type")
+    instead = "'O1' (fp16) or 'O4' (bf16), which cast around operators"
     patch_torch_functions = False
     loss_scale: LossScale = 1.0
 
@@ -92,6 +100,8 @@ class O1(Level):
     """The recommended fp16 default."""
 
     description = "fp16 casts around operators, fp32 parameters."
+    refused = _MODEL_OPTIONS
+    instead = "'O2'"
     patch_torch_functions = True
     patch_torch_functions_type = torch.float16
     loss_scale = "dynamic"
@@ -120,6 +130,8 @@ class O4(Level):
     """The recommended bf16 default."""
 
     description = "bf16 casts around operators, fp32 parameters."
+    refused = _MODEL_OPTIONS
+    instead = "'O5'"
     patch_torch_functions = True
     patch_torch_functions_type = torch.bfloat16
 
@@ -174,8 +186,6 @@ def resolve(
     values = {
         name: _PARSERS[name](name, value) for name, value in overrides.items() if value is not None
     }
-    if defaults.patch_torch_functions and values.get("cast_model_type") is False:
-        del values["cast_model_type"]
     for name, problem in _meaningless(defaults, values).items():
         if not hard_override:
             raise RuntimeError(problem)
@@ -186,10 +196,8 @@ def resolve(
 
 def to_policy(properties: Properties) -> Policy:
     """Returns the policy that the options describe."""
-    casts_operators = bool(properties.patch_torch_functions)
-    param_dtype = properties.cast_model_type
-    if param_dtype is False or (casts_operators and param_dtype is not torch.float32):
-        param_dtype = None
+    casts_operators = properties.patch_torch_functions
+    param_dtype = properties.cast_model_type or None
     output_dtype = properties.cast_model_outputs
     if output_dtype is None and param_dtype is not None:
         output_dtype = torch.float32
@@ -204,33 +212,22 @@ def to_policy(properties: Properties) -> Policy:
     )
 
 
-_MODEL_OPTIONS = ["cast_model_type", "keep_batchnorm_fp32", "master_weights"]
-"""Overrides that have no meaning at O1 and O4."""
-
-_OPERATOR_OPTIONS = ["patch_torch_functions", "patch_torch_functions_type"]
-"""Overrides that have no meaning at the other levels."""
-
-_HARMLESS = {"cast_model_type": torch.float32, "patch_torch_functions": False}
+_HARMLESS = {"cast_model_type": (torch.float32, False), "patch_torch_functions": (False,)}
 """Values of these overrides that change nothing, and are accepted at every level."""
 
 
 def _meaningless(defaults: Properties, values: Mapping[str, Any]) -> dict[str, str]:
     """Returns the overrides that have no meaning at the level, each with the error message."""
-    level = defaults.opt_level
+    level = opt_levels[defaults.opt_level]
+    where = f"the whole model runs in {defaults.cast_model_type}"
     if defaults.patch_torch_functions:
-        names = _MODEL_OPTIONS
-        reason = "operators cast and the model stays fp32"
-        remedy = "'O2'" if level == "O1" else "'O5'"
-    else:
-        names = _OPERATOR_OPTIONS
-        reason = f"the whole model runs in {defaults.cast_model_type}"
-        remedy = "'O1' (fp16) or 'O4' (bf16), which cast around operators"
+        where = "operators cast and the model stays fp32"
     problems = {}
-    for name in names:
-        if name in values and values[name] != _HARMLESS.get(name):
+    for name in level.refused:
+        if name in values and values[name] not in _HARMLESS.get(name, ()):
             problems[name] = (
-                f"{name}={values[name]} has no meaning at {level}, where {reason}. Leave it None, "
-                f"or use opt_level {remedy}."
+                f"{name}={values[name]} has no meaning at {defaults.opt_level}, where {where}. "
+                f"Leave it None, or use opt_level {level.instead}."
             )
     return problems
 

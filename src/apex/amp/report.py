@@ -123,12 +123,9 @@ def nonfinite_gradients(
     for index, param in enumerate(params_of(optimizer)):
         pair = pair_of_master(param)
         weight = param if pair is None else pair.model
-        grad = param.grad
-        if grad is None:
-            grad = weight.grad  # a step drops the masters' gradients; the model's own stay
-        if grad is None:
+        if weight.grad is None:
             continue
-        inf, nan, elements = count(grad)
+        inf, nan, elements = count(weight.grad)
         if inf or nan:
             name = names.get(id(weight), f"parameter {index}")
             nonfinite.append(NonfiniteGradient(name, inf, nan, elements))

@@ -105,14 +105,16 @@ class LossScaler:
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Takes the values of a file, also of apex's own scaler."""
-        rule = ScaleRule.symmetric(
+        scale = state["_loss_scale"]
+        LossScaler.__init__(
+            self,
+            "dynamic" if state["dynamic"] else scale,
+            scale,
             state.get("scale_factor", 2.0),
             state["_scale_seq_len"],
-            min_scale=state["_min_loss_scale"],
-            max_scale=state["_max_loss_scale"],
+            state["_min_loss_scale"],
+            state["_max_loss_scale"],
         )
-        scale = state["_loss_scale"]
-        self._view(scaler_for("dynamic" if state["dynamic"] else scale, rule, initial=scale))
         self._unskipped = state["_unskipped"]
 
     @property

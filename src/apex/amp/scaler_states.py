@@ -102,21 +102,20 @@ def parsed(state_dict: Any) -> list[State]:
             f"amp.load_state_dict got {shown(state_dict)}; it accepts the dict that "
             "amp.state_dict() returns."
         )
-    indices: dict[int, State] = {}
-    for key, value in state_dict.items():
-        match = _ENTRY.fullmatch(key) if isinstance(key, str) else None
-        if match is None:
+    for key in state_dict:
+        if not (isinstance(key, str) and _ENTRY.fullmatch(key)):
             raise RuntimeError(
                 f"amp.load_state_dict got the unexpected key {key!r}. It accepts the keys of "
                 "amp.state_dict(): 'loss_scaler0', 'loss_scaler1' and so on."
             )
-        indices[int(match[1])] = _parsed(key, value)
-    if missing := [index for index in range(len(indices)) if index not in indices]:
-        raise RuntimeError(
-            f"amp.load_state_dict: 'loss_scaler{missing[0]}' is missing; the keys are "
-            f"{', '.join(state_dict)}. The checkpoint is truncated."
-        )
-    return [indices[index] for index in sorted(indices)]
+    keys = [f"loss_scaler{index}" for index in range(len(state_dict))]
+    for key in keys:
+        if key not in state_dict:
+            raise RuntimeError(
+                f"amp.load_state_dict: {key!r} is missing; the keys are {', '.join(state_dict)}. "
+                "The checkpoint is truncated."
+            )
+    return [_parsed(key, state_dict[key]) for key in keys]
 
 
 def _parsed(key: str, value: Any) -> State:

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from apex._core.op_table import AutocastSpec, OpTable
+from apex._core.op_table import AutocastSpec
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine.autocast.region import AutocastRegion
 from apex._engine.prepare import begin
 from apex._engine.session import Maker, Session
 from apex._engine.watch import Watch
@@ -30,14 +29,16 @@ def new_session(
     keep_fp32: bool = False,
     made_by: Maker,
     options: Properties | None = None,
-    table: OpTable | None = None,
+    allow_banned: bool = False,
 ) -> Session:
-    """Returns a session that is not started; ``amp.lists`` gives its op table by default."""
+    """Returns a session that is not started, with the op casts of ``amp.lists``."""
     dtype = policy.compute_dtype
     spec = None
     if dtype is not None:
-        spec = AutocastSpec(dtype, device_types(models), table or lists.op_table(dtype))
-        functions = lists.python_functions()
+        table, functions = lists.casts(dtype)
+        if allow_banned:
+            table = table.without_bans()
+        spec = AutocastSpec(dtype, device_types(models), table)
         if made_by == "init":  # as in the original, ``x.cpu()`` is fp32
             functions.append((torch.Tensor, "cpu", "float"))
         _amp_state.functions.list_only(functions)
@@ -61,15 +62,13 @@ def start_init_session(
     """Starts the session of ``amp.init``, which has no models and casts in this thread."""
     properties = level_defaults("O1" if dtype is torch.float16 else "O4")
     properties.loss_scale = as_loss_scale("loss_scale", loss_scale)
-    table = lists.op_table(dtype)
-    if allow_banned:
-        table = table.without_bans()
     session = new_session(
-        to_policy(properties), ScaleRule(max_scale=2.0**24), made_by="init", table=table
+        to_policy(properties),
+        ScaleRule(max_scale=2.0**24),
+        made_by="init",
+        allow_banned=allow_banned,
     )
-    begin(session)
-    if isinstance(session.region, AutocastRegion):
-        session.region.cast_all()  # it has no models, in whose forward passes torch's share casts
+    begin(session, used_by_script=True)
     return session
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from apex._core import arguments
@@ -12,6 +11,7 @@ from apex._core.param_groups import params_of
 from apex._engine import clipping
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.scaler import OverflowFlag
+from apex._torch.copies import as_tensor
 from apex.amp.handle import session_of
 from apex.amp.optimizers import unwrap
 
@@ -103,6 +103,4 @@ def step_was_skipped(optimizer: Any, *, on_host: bool = False) -> Any:
     overflow = OverflowFlag() if prepared is None else prepared.overflow
     if on_host:
         return overflow.was_skipped_on_host()
-    if isinstance(overflow.was_skipped, Tensor):
-        return overflow.was_skipped != 0
-    return torch.full((), overflow.was_skipped, dtype=torch.bool, device=overflow.device)
+    return as_tensor(overflow.was_skipped, overflow.device) != 0

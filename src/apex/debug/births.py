@@ -337,19 +337,14 @@ class Births:
         faults = certain + lost
         if healing:
             faults = faults or list(self._reached)
-        faults = faults or self._unjudged(healing=healing)
+        if not faults:  # those that no backward pass has judged may be faults
+            for birth in self._pending:
+                is_harmless = birth.masked or birth.site in self._harmless
+                counts = healing or not birth.heals
+                if counts and not is_harmless:
+                    faults.append(birth)
         return min(faults, key=Birth.rank, default=None)
 
     def reached(self, birth: Birth) -> bool:
         """Returns whether values of a birth reached a gradient, the loss, a weight or a buffer."""
         return birth in self._reached
-
-    def _unjudged(self, *, healing: bool) -> list[Birth]:
-        """Returns the births that no backward pass has judged and that may be faults."""
-        births = []
-        for birth in self._pending:
-            is_harmless = birth.masked or birth.site in self._harmless
-            counts = healing or not birth.heals
-            if counts and not is_harmless:
-                births.append(birth)
-        return births

@@ -25,6 +25,7 @@ from apex.amp.report import NonfiniteGradient, count, nonfinite_gradients
 from apex.debug import tracing
 from apex.debug.causes import explained, remedies
 from apex.debug.common import counted, held_by, inner, percent, to_json
+from apex.debug.ends import has_gradients
 from apex.debug.place import Finding, innermost_line, unwrapped
 
 
@@ -206,11 +207,6 @@ class FrozenUpdates:
         self._hooks.close()
 
     @property
-    def is_cut_off(self) -> bool:
-        """Whether steps have found no gradient, or only zeros."""
-        return self._steps > 0 and not self._has_gradients
-
-    @property
     def share(self) -> float:
         """``frozen / wanted``; 0 if no weight was to move."""
         if not self.wanted:
@@ -226,14 +222,10 @@ class FrozenUpdates:
         if prepared is not None:
             self._level = prepared.session.policy.opt_level
         self._line = self._line or innermost_line()
-        for param in params_of(optimizer):
-            grad = param.grad
-            if grad is not None and not self._has_gradients:
-                # sync: a diagnosis on request
-                self._has_gradients = bool(grad.detach().norm())
+        wide = {param: _widened(param) for param in params_of(optimizer)}
         self.busy = True
         try:
-            wanted = _wanted_values(optimizer)
+            _copy_of(optimizer, wide).step()
         except Exception as error:
             if self._only is not None:
                 raise
@@ -243,7 +235,9 @@ class FrozenUpdates:
             self.busy = False
         for group in optimizer.param_groups:
             self._check_average(optimizer, group)
-        self._wanted = [(param, param.detach().clone(), value) for param, value in wanted.items()]
+        for param, wider in wide.items():
+            if param.grad is not None:
+                self._wanted.append((param, param.detach().clone(), wider.detach()))
 
     def _check_average(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Records a beta that rounds to 1 in the dtype of the squared gradients' average."""
@@ -258,8 +252,10 @@ class FrozenUpdates:
                 self._beta = beta
                 self._stayed.add(dtypes.name(average.dtype))
 
-    def _after(self, *_: object) -> None:
-        """Counts the weights after the step."""
+    def _after(self, optimizer: Optimizer, *_: object) -> None:
+        """Counts the weights after the step, whose closure may have computed the gradients."""
+        if self._only in (None, optimizer):
+            self._has_gradients = self._has_gradients or has_gradients(optimizer)
         for param, old, wanted in self._wanted:
             differs = wanted != old.to(wanted.dtype)
             moves = differs & torch.isfinite(wanted)
@@ -317,22 +313,15 @@ class FrozenUpdates:
         if not self._steps:
             return "No optimizer stepped."
         lines = [f"Updates arrive: {self._counts}."]
-        if self.is_cut_off:
+        if not self._has_gradients:
             lines = [
                 f"No weight got a gradient: in {counted(self._steps, 'step')}, all were 0 or None. "
-                "`apex trace --digits` names the operator where they end."
+                "`apex trace --updates` names where they end."
             ]
         elif self.worst is not None:
             lines = [f"Updates lost: {self.worst}"]
         lines += [f"{name} has no verdict: {error}" for name, error in self.errors.items()]
         return "\n".join(lines)
-
-
-def _wanted_values(optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:
-    """Returns, by parameter with a gradient, the values after a step in fp64."""
-    wide = {param: _widened(param) for param in params_of(optimizer)}
-    _copy_of(optimizer, wide).step()
-    return {param: wider.detach() for param, wider in wide.items() if param.grad is not None}
 
 
 def _copy_of(optimizer: Optimizer, wide: dict[nn.Parameter, nn.Parameter]) -> Any:

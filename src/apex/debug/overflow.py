@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from apex._core.param_groups import params_of
 from apex._engine.optimizer.subclass import prepared_state
@@ -92,17 +94,9 @@ class _Observed:
 
     def __init__(self, call: Call, limit: int) -> None:
         self.call = call
-        self.has_copies = True
-        self._read = list(floating(call.arguments))
+        # The inputs that the call overwrites. A tensor's hash is its id.
         self._overwritten: dict[Tensor, _Input] = {}
-        if call.traits.reads_written:
-            self._keep(call.written, limit)
-        else:
-            unread = set(call.written)  # a tensor's hash is its id
-            self._read = [tensor for tensor in self._read if tensor not in unread]
-
-    def _keep(self, overwritten: list[Tensor], limit: int) -> None:
-        """Keeps the kinds of the inputs that the call overwrites, and copies of their values."""
+        overwritten = call.written if call.traits.reads_written else []
         self.has_copies = sum(map(Tensor.numel, overwritten)) <= limit
         for tensor in overwritten:
             values = tensor
@@ -119,9 +113,13 @@ class _Observed:
     def inputs(self) -> list[_Input]:
         """The arguments that the call reads."""
         inputs = []
-        for tensor in self._read:
+        written = set(self.call.written)
+        for tensor in floating(self.call.arguments):
             known = self._overwritten.get(tensor)
-            inputs.append(known or _Input(tensor, tensor, kind_of(tensor)))
+            if known is None and tensor not in written:
+                known = _Input(tensor, tensor, kind_of(tensor))
+            if known is not None:
+                inputs.append(known)
         return inputs
 
 
@@ -274,6 +272,7 @@ class OverflowTrace(Trace):
             self._casts.note(result, True)
 
     def _check(self, observed: _Observed, result: Any) -> None:
+        """Records the birth of non-finite outputs, and what the call does to such inputs."""
         call = observed.call
         if call.base.startswith(tracing.SAVES_INFINITIES):
             result = result[:1]
@@ -285,21 +284,17 @@ class OverflowTrace(Trace):
                 bad.append(tensor)
                 if kind == "nan":
                     worst = kind
-            elif tracing.covers_storage(tensor):
+            elif tracing.dense(tensor).nbytes >= tracing.storage(tensor).nbytes():  # all of it
                 self._born.discard(tensor)
         if bad:
-            self._mark_bad(observed, bad, worst)
+            birth = self._origin(observed, bad[0], worst)
+            written = set(call.written)
+            for tensor in bad:
+                self._born.note(tensor, birth)
+                # Batch norms in eval mode leave their statistics alone.
+                if tensor in written:
+                    self._reach_weight(birth, tensor)
         self._mark_fate(observed, is_finite=not bad)
-
-    def _mark_bad(self, observed: _Observed, bad: list[Tensor], kind: str) -> None:
-        """Records the birth of non-finite outputs, and whether they reach a weight."""
-        birth = self._origin(observed, bad[0], kind)
-        written = set(observed.call.written)
-        for tensor in bad:
-            self._born.note(tensor, birth)
-            # Batch norms in eval mode leave their statistics alone.
-            if tensor in written:
-                self._reach_weight(birth, tensor)
 
     def _mark_fate(self, observed: _Observed, *, is_finite: bool) -> None:
         """Records what a call does to the non-finite values that it reads."""
@@ -379,24 +374,21 @@ class OverflowTrace(Trace):
 
     def _input_birth(self, read: _Input, observed: _Observed) -> Birth:
         """Returns a non-finite input's birth: this operator if the values are from outside."""
-        birth = self._born.of(read.argument)
-        if birth is None:
-            birth = self._birth_outside(read, observed)
-            self._born.note(read.argument, birth)
-        else:
+        tensor, values, kind = read
+        birth = self._born.of(tensor)
+        if birth is not None:
             # A model that was written before its first call, such as an average, is known by now.
-            self._reach_weight(birth, read.values)
-        return birth
-
-    def _birth_outside(self, read: _Input, observed: _Observed) -> Birth:
-        """Returns the birth of an input whose values no traced operator computed."""
-        cause = self._source(read.argument, observed.call)
+            self._reach_weight(birth, values)
+            return birth
+        cause = self._source(tensor, observed.call)
         deliberate = False
         if cause == "data":
-            deliberate = _number(observed.call) is not None or tracing.is_mask(read.values)
+            deliberate = _number(observed.call) is not None or tracing.is_mask(values)
         if deliberate:
             cause = "constant"
-        return self._birth(observed, read.argument, read.kind, cause, deliberate=deliberate)
+        birth = self._birth(observed, tensor, kind, cause, deliberate=deliberate)
+        self._born.note(tensor, birth)
+        return birth
 
     def _source(self, tensor: Tensor, call: Call) -> str:
         """Returns the cause of a non-finite value that came from outside the trace."""
@@ -436,10 +428,7 @@ class OverflowTrace(Trace):
         measured: dict[str, Any] = {}
         if not deliberate and not self._in_step:
             measured = self._measured(observed, cause)
-        scale = 1.0
-        dynamic = False
-        if is_backward:
-            scale, dynamic = self._scaled.loss_scale
+        scale, dynamic = self._scaled.loss_scale if is_backward else (1.0, False)
         # Without a first step, no weight counts as grown.
         first_largest = self._first_largest or math.inf
         largest = tracing.real(tracing.dense(bad)).amax()
@@ -561,16 +550,16 @@ class OverflowTrace(Trace):
 # -- reports ---------------------------------------------------------------------------------------
 
 
-def headed(finding: Finding) -> str:
+def headed(finding: Finding, which: str = "First") -> str:
     """Returns the text of a finding, headed by its kind."""
-    word = "First inf"
+    heading = f"{which} inf"
     if finding.kind == "nan":
-        word = "First NaN"
+        heading = f"{which} NaN"
     elif finding.kind == "scaled":
-        word = "Scaled gradients"
+        heading = "Scaled gradients"
     elif finding.cause in ("range", "loss scale"):
-        word = "First overflow"
-    return f"{word}: {finding}"
+        heading = f"{which} overflow"
+    return f"{heading}: {finding}"
 
 
 def hit_lines(finding: Finding, gradients: Sequence[str]) -> list[str]:
@@ -584,14 +573,11 @@ def _numbers(call: Call) -> Iterator[float]:
     """Yields the Python numbers that the script passed to a call."""
     if call.name == "aten.lift_fresh" and call.args[0].dim() == 0:  # as in torch.tensor(0.5)
         yield float(call.args[0])
-    for value in tracing.leaves(call.arguments):
+    for value in tree_leaves(call.arguments):
         if isinstance(value, int | float):
             yield float(value)
 
 
 def _number(call: Call) -> float | None:
     """Returns the inf or NaN that the script passed to a call as a number; None without one."""
-    for number in _numbers(call):
-        if not math.isfinite(number):
-            return number
-    return None
+    return next(itertools.filterfalse(math.isfinite, _numbers(call)), None)

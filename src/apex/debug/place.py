@@ -75,7 +75,7 @@ class Place:
     def where(self) -> str:
         """The module in words, such as ``"in body.0"``."""
         if self.module:
-            return f"in {self.module}"
+            return f"in {self.module.removesuffix(':')}"
         if self.inside:
             return "in the model"
         return "outside the model"
@@ -267,8 +267,19 @@ class Tracker:
 
     @property
     def place(self) -> Place:
-        """Where the running operator was called."""
-        return Place(*self.module, self.direction, self._location())
+        """Where the running operator was called.
+
+        In a backward pass, the line is the forward's, unless user code itself is running (a custom
+        backward, a hook, a recompute). Without a recorded forward, it is the line that started the
+        backward pass.
+        """
+        line = ""
+        if self.direction == "backward":
+            line = line_within_backward()
+        site = self.forward_site
+        if site is not None:
+            line = line or site.place.location
+        return Place(*self.module, self.direction, line or innermost_line())
 
     @property
     def module(self) -> tuple[str, bool]:
@@ -280,21 +291,6 @@ class Tracker:
         if site is None:
             return "", False
         return site.place.module, site.place.inside
-
-    def _location(self) -> str:
-        """Returns ``"file:line"`` of the innermost user code, or ``""`` if there is none.
-
-        In a backward pass this is the line of the forward, unless user code itself is running (a
-        custom backward, a hook, a recompute). Without a recorded forward, it is the line that
-        started the backward pass.
-        """
-        line = ""
-        if self.direction == "backward":
-            line = line_within_backward()
-        site = self.forward_site
-        if site is not None:
-            line = line or site.place.location
-        return line or innermost_line()
 
     # -- autograd nodes --------------------------------------------------------------------------
 

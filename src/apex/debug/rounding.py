@@ -17,6 +17,7 @@ from apex._torch.parameters import without_functions
 from apex.debug import rules, tracing
 from apex.debug.causes import explained, in_fp32, module_in_fp32, remedies, section_of
 from apex.debug.common import held_by, listed, to_json
+from apex.debug.ends import GradientEnds
 from apex.debug.place import Finding, Place
 from apex.debug.shadows import (
     NoVerdictError,
@@ -26,7 +27,7 @@ from apex.debug.shadows import (
     Verdict,
     can_shadow,
 )
-from apex.debug.tracing import Call, Trace, floating
+from apex.debug.tracing import Call, floating
 
 
 def trace_rounding(*models: nn.Module) -> RoundingTrace:
@@ -135,7 +136,7 @@ _WORKSPACES = ("workspace", "reserve", "reserveSpace")
 _OVERFLOW = "it returned inf or NaN where fp32 does not; amp.debug.trace_overflow tells why"
 
 
-class RoundingTrace(Trace):
+class RoundingTrace(GradientEnds):
     """The result of :func:`trace_rounding`. ``print`` shows it.
 
     Attributes:
@@ -149,10 +150,6 @@ class RoundingTrace(Trace):
         self.operators = 0
         # All calls, of which ``operators`` were compared.
         self._seen = 0
-        # The first operator of a backward pass whose results are 0, unlike its operands, until a
-        # gradient that is not 0 reaches a parameter.
-        self._cut_at: tuple[str, Place] | None = None
-        self._has_gradients = False
         # The worst call of each module, direction, operator and dtype.
         self._lost: dict[tuple[str, ...], RoundingRow] = {}
         # A set in order of time.
@@ -165,9 +162,8 @@ class RoundingTrace(Trace):
         # The same of all elements of fp16 gradients that are not 0 in fp32.
         self._elements = 0.0
         self._squares = 0.0
-        # Where such an element first was 0, and how the models train there.
+        # Where such an element first was 0.
         self._underflow_at: Place | None = None
-        self._underflow_way = ""
 
     def __exit__(self, *exc_info: object) -> None:
         """Stops tracing, removes all hooks and releases the models and all values."""
@@ -204,15 +200,9 @@ class RoundingTrace(Trace):
         return "\n".join(lines)
 
     @property
-    def is_cut_off(self) -> bool:
-        """Whether backward passes have ended in zeros before any parameter."""
-        return self._cut_at is not None
-
-    @property
     def _headline(self) -> str:
-        if self._cut_at is not None:
-            op, place = self._cut_at
-            return f"No weight got a gradient: {op} {place.where} returned zeros.\n{place.shown}"
+        if self.cut_off:
+            return self.cut_off
         if self.worst is not None:
             return f"Digits first lost: {self.worst}"
         if not self._seen:
@@ -272,21 +262,7 @@ class RoundingTrace(Trace):
             if self._tracker.accumulating is not None:
                 for gradient in floating(result):
                     self._count_underflow(gradient)
-            if not self._has_gradients:
-                self._find_cut(call, result)
-
-    def _find_cut(self, call: Call, result: Any) -> None:
-        """Records the operator at which all gradients become 0."""
-        place = self._tracker.place
-        norms = [bool(gradient.norm()) for gradient in floating(result)]  # sync: a diagnosis
-        if self._tracker.accumulating is not None:
-            if any(norms):
-                self._has_gradients = True
-                self._cut_at = None
-        elif place.direction == "backward" and self._cut_at is None:
-            is_cut = bool(norms) and not any(norms)
-            if is_cut and any(operand.norm() for operand in floating(call.arguments)):
-                self._cut_at = call.name, place
+            super()._after(call, before, result)
 
     def _follow(self, call: Call, before: ShadowCall | Exception | None, result: Any) -> bool:
         """Computes the shadows of a call's results; returns whether they have shadows."""
@@ -412,7 +388,6 @@ class RoundingTrace(Trace):
         self._squares += rules.norm(exact) ** 2
         if self._zeros and self._underflow_at is None:
             self._underflow_at = self._tracker.place
-            self._underflow_way = self._way
 
     def _judge_underflow(self) -> None:
         """Records, as the first row, that many gradients are 0."""
@@ -420,8 +395,7 @@ class RoundingTrace(Trace):
         if place is None or self._lost_squares <= rules.LOST_GRADIENT**2 * self._squares:
             return
         share = 100 * self._zeros / self._elements
-        way = self._underflow_way
-        ways = [*remedies("underflow", way), *remedies("in bf16", way)]
+        ways = [*remedies("underflow", self._way), *remedies("in bf16", self._way)]
         row = RoundingRow(
             **vars(place),
             op="aten.add",

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from apex._torch.autograd import backward_id
 from apex.debug import tracing
@@ -135,7 +136,7 @@ class ScaledGradients:
         """Returns whether a call unscales: it multiplies or divides by the scale or its inverse."""
         if call.base not in ("mul", "div"):
             return "unscale" in call.name
-        for value in tracing.leaves(call.arguments):
+        for value in tree_leaves(call.arguments):
             is_number = isinstance(value, int | float)
             if isinstance(value, Tensor):
                 is_number = value.numel() == 1

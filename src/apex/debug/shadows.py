@@ -131,19 +131,15 @@ class Shadows(ByMemory[Shadow]):
                 return True
         return False
 
-    def write(self, pair: Pair, *, unit: float, entry: float | None, origin: Origin | None) -> None:
-        """Sets the shadow of a tensor that an operator has just written."""
-        shadow = self.of(pair.low) or self._added(pair.low)
-        shadow.write(pair, unit=unit, entry=entry, origin=origin)
-
-    def _added(self, tensor: Tensor) -> Shadow:
-        """Adds a shadow of a tensor's storage, equal to its present values."""
-        real = tensor.dtype.to_real()
-        whole = tensor.new_empty(0, dtype=real)
-        whole.set_(tensor.untyped_storage())
-        values = own_values(whole).clone()
-        shadow = Shadow(values, real)
-        self.note(tensor, shadow)
+    def added(self, tensor: Tensor) -> Shadow:
+        """Returns the shadow of a tensor's storage; at first, equal to its present values."""
+        shadow = self.of(tensor)
+        if shadow is None:
+            real = tensor.dtype.to_real()
+            whole = tensor.new_empty(0, dtype=real)
+            whole.set_(tensor.untyped_storage())
+            shadow = Shadow(own_values(whole).clone(), real)
+            self.note(tensor, shadow)
         return shadow
 
 
@@ -262,7 +258,8 @@ class ShadowCall:
             return False
         if shadow is None or shadow.origin is None:  # exact
             return True
-        return id(value) in self._written and shadow.entry is not None
+        lasts = id(value) in self._written or value.numel() == 1
+        return lasts and shadow.entry is not None
 
     def _read(self, shadows: Shadows) -> list[Input]:
         """Returns the inputs; not the arguments that the call only overwrites."""
@@ -329,7 +326,7 @@ class Verdict(NamedTuple):
         dtype: Name of the result's dtype.
         error: Error of the result, as in ``RoundingRow``.
         tolerance: The largest error that is explained.
-        kind: What lost digits if the error is larger, as in ``RoundingRow``.
+        kind: What lost digits if the error is larger, as in ``RoundingRow``; else ``""``.
     """
 
     dtype: str
@@ -388,9 +385,12 @@ class Results:
 
     def _verdict(self, index: int) -> Verdict:
         dtype = dtypes.name(self.pairs[index].low.dtype)
+        lost = self._lost_change()
+        if lost > rules.LOST_CHANGE:
+            return Verdict(dtype, lost, rules.LOST_CHANGE, "lost update")
         error, tolerance = self._error(index)
         if error <= tolerance:
-            return Verdict(dtype, self._lost_change(), rules.LOST_CHANGE, "lost update")
+            return Verdict(dtype, error, tolerance, "")
         kind = self._kind(index, error)
         # The residual of a regression is meant to be a small difference.
         base = self._call.base
@@ -461,7 +461,8 @@ class Results:
         for pair in self.pairs:
             origin = call.origin
             if origin is None:
-                distance = rules.distance(pair.low, pair.high)
+                distance = rules.distance(*pair)
                 if distance.difference:
                     origin = Origin(call.name, self._place, distance.relative)
-            shadows.write(pair, unit=call.unit, entry=entry, origin=origin)
+            shadow = shadows.added(pair.low)
+            shadow.write(pair, unit=call.unit, entry=entry, origin=origin)

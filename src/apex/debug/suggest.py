@@ -247,8 +247,8 @@ class _Trials:
         self._policy = to_policy(level_defaults("O5"))
         self.trace = RoundingTrace(model)
         self.required: list[str] = []
-        self._reference = self._in_fp32()
-        noise = self._error(self._in_fp32())
+        self._reference = self._gradients(copy.deepcopy(model))
+        noise = self._error(self._gradients(copy.deepcopy(model)))
         if not noise <= _REPRODUCIBLE:  # also if it is NaN
             raise ValueError(
                 f"suggest_fp32 got {type(model).__name__}, whose gradients in fp32 are not finite, "
@@ -283,24 +283,23 @@ class _Trials:
             if trace:
                 self.trace = RoundingTrace(model)
             context = self.trace if trace else nullcontext()
-            with context, common.preserve_state(model, self._arguments):
-                with common.casts_off():
-                    loss = self._loss(model)
-                gradients = _gradients(model, loss)
+            with context:
+                gradients = self._gradients(model)
             return self._error(gradients)
         finally:
             session.close()
 
-    def _in_fp32(self) -> dict[str, Tensor]:
-        model = copy.deepcopy(self._model)
-        with common.casts_off(), common.preserve_state(model, self._arguments):
-            return _gradients(model, self._loss(model))
-
     @torch.enable_grad()
-    def _loss(self, model: nn.Module) -> Tensor:
+    def _gradients(self, model: nn.Module) -> dict[str, Tensor]:
+        """Runs a model; returns the gradients of its parameters in fp32, by name."""
         given, keywords = self._arguments
-        output = model(*given, **keywords)
-        return common.loss_of("suggest_fp32", output, self._loss_fn)
+        with common.casts_off(), common.preserve_state(model, self._arguments):
+            output = model(*given, **keywords)
+            loss = common.loss_of("suggest_fp32", output, self._loss_fn)
+            params = {name: param for name, param in named_parameters(model) if param.requires_grad}
+            gradients = common.gradients(loss, list(params.values()))
+        named = zip(params, gradients, strict=True)
+        return {name: grad.to_dense().float() for name, grad in named if grad is not None}
 
     def _error(self, gradients: dict[str, Tensor]) -> float:
         """Returns the distance of the gradients from fp32's; see :class:`Suggestion`."""
@@ -328,11 +327,3 @@ def _failed_module(error: BaseException, names: dict[nn.Module, str]) -> str:
         if isinstance(module, nn.Module):
             innermost = names.get(module, innermost)
     return innermost
-
-
-def _gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """Returns the gradients of a model's parameters in fp32, by name."""
-    params = {name: param for name, param in named_parameters(model) if param.requires_grad}
-    gradients = common.gradients(loss, list(params.values()))
-    named = zip(params, gradients, strict=True)
-    return {name: grad.to_dense().float() for name, grad in named if grad is not None}

@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._core import dtypes
@@ -165,15 +166,8 @@ class Call(NamedTuple):
 
     def mapped(self, replaced: Callable[[Any], Any]) -> Call:
         """Returns the call with each argument, and each item of a list, replaced."""
-
-        def visit(argument: Any) -> Any:
-            if isinstance(argument, list | tuple):
-                return [visit(item) for item in argument]
-            return replaced(argument)
-
-        args = [visit(argument) for argument in self.args]
-        kwargs = {name: visit(argument) for name, argument in self.kwargs.items()}
-        return self._replace(args=args, kwargs=kwargs)
+        args = list(tree_map(replaced, self.args))
+        return self._replace(args=args, kwargs=tree_map(replaced, self.kwargs))
 
 
 @functools.cache
@@ -382,20 +376,9 @@ def outputs(call: Call, result: Any) -> list[Tensor]:
     return list(tensors.values())
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """Yields the items of nested lists, tuples and dicts."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from leaves(item)
-    else:
-        yield value
-
-
 def floating(value: Any) -> Iterator[Tensor]:
     """Yields the floating-point and complex tensors in nested lists, tuples and dicts."""
-    for leaf in leaves(value):
+    for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor) and is_checked(leaf):
             yield leaf
 
@@ -502,11 +485,6 @@ def is_mask(tensor: Tensor) -> bool:
         return False
     finite = values[torch.isfinite(values)]
     return bool((finite == finite[:1]).all())  # sync: tracing is a diagnosis
-
-
-def covers_storage(tensor: Tensor) -> bool:
-    """Returns whether a tensor covers its whole storage."""
-    return dense(tensor).nbytes >= storage(tensor).nbytes()
 
 
 def largest_in_double(call: Call) -> float | None:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("apex")
 
 
-def _prepared_state(caller: str, optimizer: Any) -> tuple[PreparedOptimizer, Session]:
-    """Returns amp's state of an optimizer, and its session."""
+def _prepared_state(caller: str, optimizer: Any) -> PreparedOptimizer:
+    """Returns amp's state of an optimizer; raises an error for one that is not prepared."""
     prepared = prepared_state(inner(optimizer))
     if prepared is None:
         raise ValueError(
@@ -41,7 +41,7 @@ def _prepared_state(caller: str, optimizer: Any) -> tuple[PreparedOptimizer, Ses
             "Pass it to amp.initialize(model, optimizer) and use the one "
             "returned. A loop without amp.initialize is traced by `apex trace train.py`."
         )
-    return prepared, prepared.session
+    return prepared
 
 
 def _listen(prepared: PreparedOptimizer, tool: Any) -> Callable[[], None]:
@@ -127,7 +127,7 @@ class History:
     def __init__(self, optimizer: Any, *, limit: int | None = None) -> None:
         if limit is not None:
             integer("limit", limit, least=1)
-        prepared, _ = _prepared_state("History", optimizer)
+        prepared = _prepared_state("History", optimizer)
         # Numbers on their way to the host, by loss.
         self._readback = Readback[int]()
         self._passes = deque[Pass](maxlen=limit)
@@ -305,7 +305,8 @@ def arm(optimizer: Any, after_skips: int = 3) -> AutoTrace:
         >>> handle.disarm()
     """
     integer("after_skips", after_skips, least=1)
-    prepared, session = _prepared_state("arm", optimizer)
+    prepared = _prepared_state("arm", optimizer)
+    session = prepared.session
     if not any(scaler.dynamic for scaler in session.scalers):
         raise ValueError(
             "amp.debug.arm waits for skipped steps, and with the static loss scale of this session "

@@ -118,8 +118,7 @@ def prep_param_lists(
     values = [param.detach() for param in params]
     if not arguments.flag("flat_master", flat_master):
         return params, [make_master(value.clone()) for value in values]
-    flat_values = flatten(values).to(torch.float32)
-    master = nn.Parameter(flat_values)
+    master = nn.Parameter(flatten(values).float())
     master.grad = torch.zeros_like(master)
     return params, [master]
 

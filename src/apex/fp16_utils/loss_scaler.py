@@ -13,6 +13,14 @@ from apex._torch.dtensor import dense_values, summed_values
 from apex.fp16_utils.fp16util import to_python_float as to_python_float
 
 
+def _are_non_finite(*tensors: Tensor) -> bool:
+    """Returns whether any of the tensors holds inf or NaN."""
+    values = dense_values([summed_values(tensor) for tensor in tensors])
+    if not values:
+        return False
+    return bool(any_non_finite(values, values[0].device))  # sync: the caller asks for a host value
+
+
 class LossScaler:
     """A static loss scale.
 
@@ -122,15 +130,6 @@ class DynamicLossScaler(LossScaler):
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Returns whether the gradient of any parameter holds inf or NaN; synchronizes."""
-        return _any_non_finite([param.grad for param in params if param.grad is not None])
+        return _are_non_finite(*(param.grad for param in params if param.grad is not None))
 
-    @staticmethod
-    def _has_inf_or_nan(x: Tensor) -> bool:
-        return _any_non_finite([x])
-
-
-def _any_non_finite(tensors: list[Tensor]) -> bool:
-    values = dense_values([summed_values(tensor) for tensor in tensors])
-    if not values:
-        return False
-    return bool(any_non_finite(values, values[0].device))  # sync: the caller asks for a host value
+    _has_inf_or_nan = staticmethod(_are_non_finite)

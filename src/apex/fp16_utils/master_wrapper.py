@@ -226,9 +226,8 @@ class MasterWrapper:
         found_inf = torch.zeros((), dtype=torch.float32, device=device)
         inverse_scale = torch.full_like(found_inf, 1.0 / scale)
         unscale_and_check_(grads, inverse_scale, found_inf)
-        self.overflow = False
-        if self._checks_static or self.loss_scaler.dynamic:
-            self.overflow = bool(found_inf)  # sync: apex's `overflow` is a host value
+        is_checked = self._checks_static or self.loss_scaler.dynamic
+        self.overflow = is_checked and bool(found_inf)  # sync: apex's `overflow` is a host value
         self._scale = None if self.overflow else scale
         self.loss_scaler.update_scale(self.overflow)
 

@@ -73,11 +73,10 @@ def _norm(
             dtypes.add(param.dtype)
     if under_autocast:
         dtypes.add(torch.float32)  # autocast's own kernels compute norms in fp32
-    if len(dtypes) > 1:
-        wide = _widest(dtypes)
-        input = input.to(wide)
-        weight = None if weight is None else weight.to(wide)
-        bias = None if bias is None else bias.to(wide)
+    wide = _widest(dtypes)
+    input = input.to(wide)
+    weight = None if weight is None else weight.to(wide)
+    bias = None if bias is None else bias.to(wide)
     sizes: Any = [int(shape)] if isinstance(shape, numbers.Integral) else tuple(shape)  # type: ignore[arg-type]
     if centered:
         return F.layer_norm(input, sizes, weight, bias, eps).to(out)

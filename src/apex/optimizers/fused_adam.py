@@ -11,10 +11,10 @@ from torch.optim.optimizer import ParamsT
 
 import amp_C
 from apex._core.arguments import flag, in_range
-from apex._core.dtypes import LOW_PRECISION
+from apex._core.dtypes import LOW_PRECISION, math_dtype
 from apex._core.foreach.norms import global_norm
-from apex._core.foreach.working import math_dtype, store
 from apex._optimizer_rules.adam import AdamRule, adam_
+from apex._optimizer_rules.working import store
 from apex._torch.copies import as_tensor, moved
 from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, gradients_of
 

@@ -9,8 +9,8 @@ from torch.optim.optimizer import ParamsT
 import amp_C
 from apex._core.arguments import flag, in_range
 from apex._core.foreach.norms import global_norm
-from apex._core.foreach.working import store
 from apex._optimizer_rules.lamb import clip_divisor, lamb_
+from apex._optimizer_rules.working import store
 from apex._torch.copies import as_tensor
 from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, gradients_of
 

@@ -8,8 +8,8 @@ from torch.optim.optimizer import ParamsT
 import amp_C
 from apex._core.arguments import flag
 from apex._core.foreach.norms import stacked
-from apex._core.foreach.working import store
 from apex._optimizer_rules.novograd import NORMS, NOT_STARTED, novograd_
+from apex._optimizer_rules.working import store
 from apex._torch.copies import as_tensor
 from apex.optimizers.fused_optimizer import Batch, FusedOptimizer
 

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from apex._core.arguments import flag, in_range, parameters
-from apex._core.dtypes import is_low_precision
-from apex._core.foreach.working import math_dtype, scale_
+from apex._core.dtypes import is_low_precision, math_dtype
 from apex._core.param_groups import states_in
 from apex._optimizer_rules.adam import AdamRule
 from apex._optimizer_rules.scalars import Scalar, skip_flag
+from apex._optimizer_rules.working import scale_
 from apex._torch.copies import as_scalar, as_tensor, capturing, moved
 
 MASTER = "master_param"
@@ -145,16 +145,10 @@ class FusedOptimizer(Optimizer):
             raise TypeError(f"betas is {betas!r}; it must be two numbers, such as (0.9, 0.999).")
         for index, beta in enumerate(betas):
             in_range(f"betas[{index}]", beta, below=1.0)
-        in_range("lr", lr)
-        in_range("eps", eps)
-        in_range("weight_decay", decay)
-        return {
-            "lr": lr,
-            "eps": eps,
-            "weight_decay": decay,
-            "betas": betas,
-            "bias_correction": bias_correction,
-        }
+        defaults = {"lr": lr, "eps": eps, "weight_decay": decay}
+        for name, value in defaults.items():
+            in_range(name, value)
+        return {**defaults, "betas": betas, "bias_correction": bias_correction}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group."""
@@ -361,11 +355,9 @@ class FusedOptimizer(Optimizer):
         super().load_state_dict(state_dict)
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             for key, param in zip(saved["params"], group["params"], strict=True):
-                if not is_low_precision(param):
-                    continue
                 saved_state = state_dict["state"].get(key, {})
                 for name, value in saved_state.items():
-                    if isinstance(value, Tensor):
+                    if isinstance(value, Tensor) and is_low_precision(param):
                         # A copy, because the step writes to it.
                         self.state[param][name] = value.detach().to(param.device, copy=True)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from apex._core.foreach.working import math_dtype
+from apex._core.dtypes import math_dtype
 
 
 class _Sum(Function):

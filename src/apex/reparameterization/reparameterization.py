@@ -29,6 +29,9 @@ class Reparameterization:
         reparameterization_names: Names of the parameters; empty until the rule is applied.
     """
 
+    # Of the hook that loads state dicts with apex's parameter names, once the rule is applied.
+    _loading: RemovableHandle
+
     def __init__(
         self, name: str, dim: int | None, module: nn.Module, retain_forward: bool = True
     ) -> None:
@@ -101,14 +104,13 @@ class Reparameterization:
         # torch also calls this, but would ignore a NotImplementedError.
         names, _ = rule.reparameterize(own_name, weight, dim)
         rule.reparameterization_names = list(names)
-        computed = _Computed(rule, own_name)
-        parametrize.register_parametrization(owner, own_name, computed, unsafe=True)
+        parametrize.register_parametrization(owner, own_name, _Computed(rule), unsafe=True)
         # torch has given this module a separate class, so the properties affect no other module.
         for index, part in enumerate(names):
             read_part = attrgetter(f"parametrizations.{own_name}.original{index}")
             setattr(type(owner), part, property(read_part))
         hook = partial(_rename_old, own_name, names)
-        computed.loading = owner.register_load_state_dict_pre_hook(hook)
+        rule._loading = owner.register_load_state_dict_pre_hook(hook)
         return rule
 
     @staticmethod
@@ -181,14 +183,14 @@ def detach(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: If the weight also has other parametrizations.
     """
-    computed, *others = _parametrizations(module, name)
-    if others or not isinstance(computed, _Computed):
+    rule = attached(module, name)
+    if rule is None or len(module.parametrizations[name]) > 1:  # type: ignore[index]
         raise ValueError(
             f"{name!r} of {type(module).__name__} has parametrizations other than apex's. Remove "
             "them together with torch.nn.utils.parametrize.remove_parametrizations."
         )
-    computed.loading.remove()
-    for part in computed.rule.reparameterization_names:
+    rule._loading.remove()
+    for part in rule.reparameterization_names:
         delattr(type(module), part)
     value = getattr(module, name)
     parametrize.remove_parametrizations(module, name)
@@ -199,43 +201,32 @@ def detach(module: nn.Module, name: str) -> None:
 
 def attached(module: nn.Module, name: str) -> Reparameterization | None:
     """Returns the rule of the weight ``name`` of ``module`` itself, or None."""
-    for parametrization in _parametrizations(module, name):
-        if isinstance(parametrization, _Computed):
-            return parametrization.rule
+    if parametrize.is_parametrized(module, name):
+        for parametrization in module.parametrizations[name]:  # type: ignore[index]
+            if isinstance(parametrization, _Computed):
+                return parametrization.rule
     return None
 
 
-def _parametrizations(module: nn.Module, name: str) -> Sequence[nn.Module]:
-    if not parametrize.is_parametrized(module, name):
-        return ()
-    return list(module.parametrizations[name])  # type: ignore[index]
-
-
 class _Computed(nn.Module):
-    """A rule in the form of a torch parametrization.
+    """A rule in the form of a torch parametrization."""
 
-    Attributes:
-        rule: The rule.
-        loading: Handle of the hook that loads state dicts with apex's parameter names.
-    """
-
-    loading: RemovableHandle
-
-    def __init__(self, rule: Reparameterization, name: str) -> None:
+    def __init__(self, rule: Reparameterization) -> None:
         super().__init__()
         self.rule = rule
-        self._name = name
 
     def forward(self, *parts: Tensor) -> Tensor:
         """Returns the weight computed from its parts."""
         rule = self.rule
-        owner, _ = rule.get_module_and_name(rule.module, rule.name)
+        owner, name = rule.get_module_and_name(rule.module, rule.name)
         parts_by_name = dict(zip(rule.reparameterization_names, parts, strict=True))
-        return rule.compute_weight(_WithParts(owner, parts_by_name), self._name)
+        return rule.compute_weight(_WithParts(owner, parts_by_name), name)
 
     def right_inverse(self, weight: Tensor) -> Sequence[Tensor]:
         """Returns the parts of a weight."""
-        _, parts = self.rule.reparameterize(self._name, weight, self.rule.dim)
+        rule = self.rule
+        _, name = rule.get_module_and_name(rule.module, rule.name)
+        _, parts = rule.reparameterize(name, weight, rule.dim)
         return list(parts)
 
 

@@ -21,7 +21,10 @@ def format_error(error: BaseException) -> str:
     """
     if isinstance(error, InputError):
         return str(error)
-    first, *later = _chain(error)
+    chain = [error]
+    while chain[0].__cause__ is not None:
+        chain.insert(0, chain[0].__cause__)
+    first, *later = chain
     lines = _lines(first) or [""]
     message = lines[0]
     text = type(first).__name__
@@ -39,14 +42,6 @@ def format_error(error: BaseException) -> str:
     for wrapper in later:
         remedies += [line for line in _lines(wrapper) if line not in lines]
     return "\n  ".join([text, *dict.fromkeys(remedies)])
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """Returns an error and those that it was raised from, the first one first."""
-    chain = [error]
-    while chain[0].__cause__ is not None:
-        chain.insert(0, chain[0].__cause__)
-    return chain
 
 
 def _misspelt(frame: traceback.FrameSummary) -> Iterator[str]:

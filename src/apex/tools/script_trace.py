@@ -16,6 +16,8 @@ from apex.debug.overflow import OverflowTrace
 from apex.debug.place import Finding
 from apex.debug.tracing import Call, Mode
 
+importlib.import_module("torch._dynamo")  # so that functions compiled later run eagerly
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -61,7 +63,6 @@ class ScriptTrace(OverflowTrace):
 
     def __enter__(self) -> ScriptTrace:
         """Starts tracing this thread, and those that the program starts with ``threading``."""
-        importlib.import_module("torch._dynamo")  # so that functions compiled later run eagerly
         super().__enter__()
         self._hooks.callback(threading.setprofile, threading.getprofile())
         threading.setprofile(self._enter_thread)
@@ -79,17 +80,12 @@ class ScriptTrace(OverflowTrace):
     def seen(self) -> Seen:
         """Returns the results so far."""
         births = self._births
-        steps_before = births.steps
         first = births.first(healing=False)
-        harmless = False
-        if first is not None:
-            steps_before = first.steps
-            harmless = first.limited and not births.reached(first)
         return Seen(
             first=self.first,
-            steps_before=steps_before,
+            steps_before=births.steps if first is None else first.steps,
             certain=births.certain,
-            harmless=harmless,
+            harmless=first is not None and first.limited and not births.reached(first),
             gradients=tuple(births.gradients),
             operators=births.time,
             steps=births.steps,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import textwrap
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from apex.debug.check import FrozenUpdates
 from apex.debug.common import counted, json_types
+from apex.debug.ends import GradientEnds
 from apex.debug.overflow import headed, hit_lines
 from apex.debug.rounding import RoundingTrace
 from apex.tools.script import Ending, FaultFound, Script
@@ -60,7 +61,6 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
 
     With ``keep_going``, the script runs to its end.
     """
-    importlib.import_module("torch._dynamo")  # so that functions compiled later run eagerly
     steps = 0
 
     def count(*_: object) -> None:
@@ -71,15 +71,17 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
         if steps == _STEPS and not keep_going:
             raise FaultFound
 
-    measuring = RoundingTrace() if digits else FrozenUpdates()
-    with measuring:
-        hook = register_optimizer_step_post_hook(count)
-        try:
-            ending = script.run()
-        finally:
-            hook.remove()
-    has_fault = measuring.worst is not None or measuring.is_cut_off
-    lines = [f"apex trace: {script.name}", str(measuring), *_ended(ending)]
+    ends: GradientEnds = RoundingTrace()
+    measuring: Any = ends
+    with ExitStack() as until_end:
+        if not digits:
+            ends = GradientEnds()
+            measuring = until_end.enter_context(FrozenUpdates())
+        until_end.enter_context(ends)
+        until_end.callback(register_optimizer_step_post_hook(count).remove)
+        ending = script.run()
+    has_fault = bool(measuring.worst or ends.cut_off)
+    lines = [f"apex trace: {script.name}", ends.cut_off or str(measuring), *_ended(ending)]
     results = json.loads(measuring.to_json())
     return Tracing(script.name, ending, has_fault, lines, results)
 
@@ -141,14 +143,14 @@ _MADE = {
 
 def _verdict(script: str, seen: Seen, ending: Ending) -> list[str]:
     first = seen.first
-    if first is None and ending.error:
-        return [f"apex trace: {script} failed before any inf or NaN reached its training."]
     if first is None:
+        if ending.error:
+            return [f"apex trace: {script} failed before any inf or NaN reached its training."]
         return [f"apex trace: no inf or NaN in {script} reached a gradient, the loss or a weight."]
     if seen.harmless:
         return [
             f"apex trace: {script} made {first.kind}, which reached no gradient, loss or weight.",
-            headed(first),
+            headed(first, "Harmless"),
         ]
     before = counted(seen.steps_before, "optimizer step")
     lines = [

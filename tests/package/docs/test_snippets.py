@@ -80,14 +80,8 @@ def check_nothing(words):
     """A program of others, whose flags are theirs."""
 
 
-CHECKS = {
-    "apex": check_apex,
-    "git": check_nothing,
-    "make": check_make,
-    "pip": check_pip,
-    "python": check_python,
-    "torchrun": check_nothing,
-}
+CHECKS = {"apex": check_apex, "make": check_make, "pip": check_pip, "python": check_python}
+CHECKS |= dict.fromkeys(("git", "torchrun"), check_nothing)
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name)

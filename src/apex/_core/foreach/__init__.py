@@ -1,1 +1,1 @@
-"""Norms and copies of lists of tensors, on torch's foreach kernels."""
+"""Norms and layouts of lists of tensors."""

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apex._core.dtypes import LOW_PRECISION
-from apex._core.foreach.working import math_dtype
+from apex._core.dtypes import LOW_PRECISION, math_dtype
 from apex._torch import dtensor
 from apex._torch.copies import moved
 

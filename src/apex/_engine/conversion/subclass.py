@@ -29,7 +29,7 @@ from apex._engine.conversion.state import ModelState, state_of
 from apex._engine.masters import mark_zeros, without_grad
 from apex._engine.session import STATE
 from apex._engine.wrappers.averages import averages
-from apex._torch import onnx
+from apex._torch.dynamo import is_exporting_onnx
 from apex._torch.modules import named_parameters
 
 _is_compiling = torch.compiler.is_compiling
@@ -197,7 +197,7 @@ def _casting_forward(own: Any) -> Any:
         state = state_of(self)
         if state is None:  # restored, but a script has kept this method
             return plain_class(type(self)).forward(self, *args, **kwargs)
-        if onnx.is_exporting():
+        if is_exporting_onnx():
             raise RuntimeError(_ONNX)
         run = state.inner_forward or super(Converted, self).forward
         cast = begin_call(self, state, args, kwargs)

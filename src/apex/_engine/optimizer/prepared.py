@@ -18,8 +18,7 @@ from apex._engine import masters
 from apex._engine.autocast import ambient
 from apex._engine.masters import MasterPair
 from apex._engine.optimizer import block_step
-from apex._engine.optimizer.block_step import BlockStep
-from apex._engine.optimizer.fused import skips_in_kernel
+from apex._engine.optimizer.block_step import BlockStep, skips_in_kernel
 from apex._engine.scaler import OverflowFlag, Scaler
 from apex._engine.session import Session
 from apex._engine.stash import Stash
@@ -120,12 +119,11 @@ class PreparedOptimizer:
 
     def params(self) -> list[nn.Parameter]:
         """Returns every parameter that the optimizer steps, masters included; none once deleted."""
-        optimizer = self._optimizer()
-        return [] if optimizer is None else params_of(optimizer)
+        return params_of(self._optimizer())
 
     def trained_params(self) -> list[nn.Parameter]:
         """Returns the models' parameters that the optimizer trains, with or without a master."""
-        trained = self.params()
+        trained = params_of(self._optimizer())
         for index, param in enumerate(trained):
             if type(param) is masters.Master and param._apex_model is not None:
                 trained[index] = param._apex_model
@@ -348,9 +346,9 @@ class PreparedOptimizer:
         finally:
             self.stepping = False
             self.asked_by_grad_scaler = False
-            self.masters.note_step()
+            written = self.pairs if blocks is None else blocks.end()
             # Not only before the step: a hook may have run the model meanwhile.
-            masters.round_masters(self.pairs if blocks is None else blocks.end())
+            masters.round_masters(written)
         self.overflow.consume(skipped)
         masters.mark_trained(self.pairs)
         if self._captured is not None:

@@ -29,7 +29,6 @@ from apex._engine.watch.mistakes import (
     BlockInspection,
     Mistake,
     Origin,
-    find_mistake,
     hooked,
     origins_of,
     remove,
@@ -37,6 +36,7 @@ from apex._engine.watch.mistakes import (
     warn_at_caller,
 )
 from apex._engine.watch.writes import Writes, log_lost
+from apex._torch import ranks
 from apex._torch.autograd import backward_id
 from apex._torch.dynamo import untraced
 
@@ -102,11 +102,14 @@ class Watch(Observer):
             return
         self.stop_observing()
         for prepared in block.prepared_optimizers:
-            self.warn(find_mistake(prepared))
+            self.warn(_find_mistake(prepared))
             observer = prepared.session.observer  # of another session, perhaps
             if isinstance(observer, Watch):
                 observer.stop_observing()
-        self._inspections[block] = BlockInspection(self.warn, block, scaled_loss)
+        may_change = any(map(_averages, block.prepared_optimizers))
+        self._inspections[block] = BlockInspection(
+            self.warn, block, scaled_loss, may_change=may_change
+        )
 
     def pass_ends(self, block: BackwardPass) -> None:
         """Inspects gradients before they are unscaled."""
@@ -164,7 +167,7 @@ class Watch(Observer):
             self.stop_observing()
             if not prepared.had_block:
                 self.warn(Mistake.NO_SCALE_LOSS)
-        self.warn(find_mistake(prepared))
+        self.warn(_find_mistake(prepared))
         if not self._has_trained:
             self._has_trained = prepared.has_grads() or not prepared.params()
             # Not the first step: scripts call it once for a scheduler, or before a part trains.
@@ -230,3 +233,19 @@ class Watch(Observer):
     def converted(self, model: nn.Module, before: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Logs the buffers whose order rounding loses."""
         log_lost(model, before)
+
+
+def _averages(prepared: PreparedOptimizer) -> bool:
+    """Returns whether scaled gradients may be averaged over ranks by other code than a wrapper."""
+    if getattr(prepared.optimizer, "synchronize", None) is not None:
+        return True  # Horovod's, BytePS's
+    return ranks.world_size() > 1 and not prepared.session.under_ddp
+
+
+def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:
+    """Returns the mistake that gradients from before a block, or a step, show."""
+    is_delayed = prepared.unfinished_pass is not None and not _averages(prepared)
+    origins = origins_of(some_of(prepared.trained_params()))
+    if Origin.OTHER in origins:
+        return Mistake.FORGOTTEN_OPTIMIZER
+    return Mistake.CLIPPED_DELAYED if is_delayed and origins == {Origin.CHANGED} else None

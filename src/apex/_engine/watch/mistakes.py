@@ -24,8 +24,6 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._engine.backward import BLOCK, BackwardPass
-from apex._engine.optimizer.prepared import PreparedOptimizer
-from apex._torch import ranks
 from apex._torch.autograd import at_end_of_pass, backward_id, leaves_of
 from apex._torch.dynamo import untraced
 
@@ -168,7 +166,12 @@ class BlockInspection:
     """
 
     def __init__(
-        self, warn: Callable[[Mistake], None], block: BackwardPass, scaled_loss: Tensor
+        self,
+        warn: Callable[[Mistake], None],
+        block: BackwardPass,
+        scaled_loss: Tensor,
+        *,
+        may_change: bool,
     ) -> None:
         """Begins; ends with :meth:`end`.
 
@@ -176,12 +179,13 @@ class BlockInspection:
             warn: Warns of a mistake now.
             block: The block, whose earlier gradients are still in place.
             scaled_loss: Where the backward pass is to start.
+            may_change: Whether other code may average the scaled gradients over ranks.
         """
         self.found: Mistake | None = None
         self._warn = warn
         self._params: list[Tensor] = []
         self._others_reached: list[Tensor] = []
-        self._may_change = any(map(_averages, block.prepared_optimizers))
+        self._may_change = may_change
         self._pass_id: int | None = None  # of the last pass from the scaled loss
         self._is_running = False
         self._has_stray = False  # whether another pass has reached the block's parameters
@@ -311,19 +315,3 @@ def _has_hook(param: Tensor) -> bool:
             if not module.startswith(("apex.", "torch.")):
                 return True
     return False
-
-
-def _averages(prepared: PreparedOptimizer) -> bool:
-    """Returns whether scaled gradients may be averaged over ranks by other code than a wrapper."""
-    if getattr(prepared.optimizer, "synchronize", None) is not None:
-        return True  # Horovod's, BytePS's
-    return ranks.world_size() > 1 and not prepared.session.under_ddp
-
-
-def find_mistake(prepared: PreparedOptimizer) -> Mistake | None:
-    """Returns the mistake that gradients from before a block, or a step, show."""
-    origins = origins_of(some_of(prepared.trained_params()))
-    if Origin.OTHER in origins:
-        return Mistake.FORGOTTEN_OPTIMIZER
-    is_changed = origins == {Origin.CHANGED} and not _averages(prepared)
-    return Mistake.CLIPPED_DELAYED if prepared.unfinished_pass is not None and is_changed else None

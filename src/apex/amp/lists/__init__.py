@@ -41,7 +41,17 @@ def op_table(dtype: torch.dtype) -> OpTable:
     Raises:
         ValueError: If torch has no function of an added name.
     """
+    table, _ = casts(dtype)
+    return table
+
+
+def casts(dtype: torch.dtype) -> tuple[OpTable, list[tuple[Any, str, Kind]]]:
+    """Returns the op table, and module, name and kind of the added Python functions of torch.
+
+    Those have no operator, and are cast as the user's registered functions are.
+    """
     table = OpTable.default().for_dtype(dtype)
+    functions = []
     now = _names()
     for namespace, _, name in _ORIGINAL - now:
         table = table.without(namespace, name)
@@ -49,20 +59,9 @@ def op_table(dtype: torch.dtype) -> OpTable:
         category, kind = _LISTS[listed]
         if kind is None or operators(namespace, name):
             table = table.with_(namespace, name, category)
-    return table
-
-
-def python_functions() -> list[tuple[Any, str, Kind]]:
-    """Returns module, name and kind of each added name that is a Python function of torch.
-
-    Those have no operator, and are cast as the user's registered functions are.
-    """
-    functions = []
-    for namespace, listed, name in sorted(_names() - _ORIGINAL):
-        kind = _LISTS[listed][1]
-        if kind is not None and not operators(namespace, name):
+        else:
             functions.append((_MODULES[namespace].MODULE, name, kind))
-    return functions
+    return table, functions
 
 
 def _names() -> set[tuple[str, str, str]]:

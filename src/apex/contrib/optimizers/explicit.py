@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex._core.foreach.working import math_dtype, store
+from apex._core.dtypes import math_dtype
+from apex._optimizer_rules.working import store
 from apex.optimizers.fused_optimizer import FusedOptimizer
 
 GivenTensors = Iterable[Tensor] | list[list[Tensor]]

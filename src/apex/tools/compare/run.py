@@ -6,7 +6,7 @@ import gc
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +20,7 @@ from apex.tools.compare.results import BASELINE, Comparison, Level, Result
 from apex.tools.compare.soundness import fault
 from apex.tools.compare.target import Build, Experiment, open_target, seed_all
 from apex.tools.compare.timing import current_load, time_interleaved
-from apex.tools.compare.training import Trainer
+from apex.tools.compare.training import AutocastTrainer, Trainer
 from apex.tools.compare.verdict import recommendation
 from apex.tools.devices import describe
 from apex.tools.errors import InputError
@@ -155,16 +155,13 @@ class _Run:
         if not sound:
             return
         try:
-            self._time(names)
+            steps = {name: self._step(self._prepared(name)) for name in names}
+            times_by_level = time_interleaved(steps, self._turns(), self._options.device)
+            for name, times in times_by_level.items():
+                self._put(name, times=times)
         except Exception as error:  # noqa: BLE001 - memory, or the user's code
             text = f"Timing failed: {format_error(error)}."
             self.notes.append(f"{text} With fewer --levels it takes less memory.")
-
-    def _time(self, names: Sequence[str]) -> None:
-        steps = {name: self._step(self._prepared(name)) for name in names}
-        times = time_interleaved(steps, self._turns(), self._options.device)
-        for name in names:
-            self._put(name, times=times[name])
 
     def _turns(self) -> Iterator[None]:
         """Yields once to warm up, and once for each round until the machine is busy."""
@@ -195,9 +192,11 @@ class _Run:
     def _prepared(self, name: str) -> Trainer:
         """Returns a trainer at the named level, with the initial weights."""
         gc.collect()  # otherwise the previous level's memory counts
-        trainer = Trainer(self.results[name].level, self._build(), self._options.device)
+        level = self.results[name].level
+        trainer = AutocastTrainer if level.autocast else Trainer
+        prepared = trainer(level, self._build(), self._options.device)
         seed_all(self._options.seed)
-        return trainer
+        return prepared
 
     def _step(self, trainer: Trainer) -> timing.Work:
         """Returns a function that trains on the first batch."""

@@ -49,12 +49,7 @@ class Trainer:
         self.experiment = experiment
         self.device = device
         self._level = level
-        self._scaling: _Amp | _GradScaler
-        if level.autocast:
-            self._scaling = _GradScaler(level, experiment, device)
-        else:
-            self._scaling = _Amp(level, experiment)
-        self.loss_scale = self._scaling.loss_scale
+        self._prepare()
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Returns a function's result under the level's casts."""
@@ -70,14 +65,33 @@ class Trainer:
         experiment = self.experiment
         with self._casts(on=False):
             loss = _checked(self.run(experiment.loss, experiment.model, batch))
-            self._scaling.backward(loss)
+            self._backward(loss)
         return loss.detach()
 
     def step(self) -> None:
         """Steps, unless a gradient overflowed, and clears the gradients."""
         with self._casts(on=False):
-            self._scaling.step()
+            self._step()
         self.experiment.optimizer.zero_grad()
+
+    # -- with amp.initialize and amp.scale_loss --------------------------------------------------
+
+    def _prepare(self) -> None:
+        options = {"opt_level": self._level.name, **self._level.options}
+        experiment = self.experiment
+        with _quiet():
+            amp.initialize(experiment.model, experiment.optimizer, verbosity=0, **options)
+
+    def loss_scale(self) -> float:
+        """Returns the loss scale (multiplier)."""
+        return float(scales.state_dict(self.experiment.optimizer)["loss_scaler0"]["loss_scale"])
+
+    def _backward(self, loss: Tensor) -> None:
+        with amp.scale_loss(loss, self.experiment.optimizer) as scaled_loss:
+            scaled_loss.backward()  # type: ignore[no-untyped-call]
+
+    def _step(self) -> None:
+        self.experiment.optimizer.step()
 
 
 def _checked(loss: Any) -> Tensor:
@@ -91,26 +105,6 @@ def _checked(loss: Any) -> Tensor:
         f"loss(model, batch) returned {what}; it must return one number that depends on the "
         "model's parameters, a 0-d tensor with a gradient."
     )
-
-
-class _Amp:
-    """Prepares with ``amp.initialize`` and scales with ``amp.scale_loss``."""
-
-    def __init__(self, level: Level, experiment: Experiment) -> None:
-        options = {"opt_level": level.name, **level.options}
-        self._optimizer = experiment.optimizer
-        with _quiet():
-            amp.initialize(experiment.model, self._optimizer, verbosity=0, **options)
-
-    def loss_scale(self) -> float:
-        return float(scales.state_dict(self._optimizer)["loss_scaler0"]["loss_scale"])
-
-    def backward(self, loss: Tensor) -> None:
-        with amp.scale_loss(loss, self._optimizer) as scaled_loss:
-            scaled_loss.backward()  # type: ignore[no-untyped-call]
-
-    def step(self) -> None:
-        self._optimizer.step()
 
 
 @contextmanager
@@ -127,22 +121,22 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-class _GradScaler:
-    """Scales with ``GradScaler`` in fp16; ``torch.autocast`` needs no preparation."""
+class AutocastTrainer(Trainer):
+    """Trains with ``torch.autocast``, which needs no preparation, and in fp16 a ``GradScaler``."""
 
-    def __init__(self, level: Level, experiment: Experiment, device: torch.device) -> None:
-        self._optimizer = experiment.optimizer
-        scaled = level.dtype is torch.float16
-        self._scaler = torch.amp.GradScaler(device.type, enabled=scaled)
+    def _prepare(self) -> None:
+        scaled = self._level.dtype is torch.float16
+        self._scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
 
     def loss_scale(self) -> float:
+        """Returns the loss scale (multiplier)."""
         return float(self._scaler.get_scale())
 
-    def backward(self, loss: Tensor) -> None:
+    def _backward(self, loss: Tensor) -> None:
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
-    def step(self) -> None:
-        self._scaler.step(self._optimizer)
+    def _step(self) -> None:
+        self._scaler.step(self.experiment.optimizer)
         self._scaler.update()
 
 

@@ -121,7 +121,10 @@ def recommendation(comparison: Comparison) -> Recommendation:
         speed = comparison.speed(result)
         candidates.append(_Candidate(result, base, reason, speed))
     judged = _judged(comparison, candidates)
-    verdicts = [_verdict(comparison, candidate, judged) for candidate in candidates]
+    verdicts = []
+    for candidate in candidates:
+        word, why = _word(comparison, candidate, judged)
+        verdicts.append(Verdict(candidate.result.name, word, why))
     quality = _quality(comparison, candidates)
     return Recommendation(judged.level, judged.text, quality, tuple(verdicts))
 
@@ -228,37 +231,29 @@ def _fastest_and_ties(candidates: Sequence[_Candidate], comparison: Comparison) 
     return alike
 
 
-def _verdict(comparison: Comparison, candidate: _Candidate, judged: _Judged) -> Verdict:
+def _word(comparison: Comparison, candidate: _Candidate, judged: _Judged) -> tuple[Word, str]:
     """Returns the verdict on a level in one word, and the reason."""
     result = candidate.result
-    name = result.name
     facts = candidate.facts
-    if name == BASELINE:
-        word: Word = "use" if judged.level == BASELINE else "baseline"
-        return Verdict(name, word, "; ".join(result.errors))
+    if result is comparison.baseline:
+        return "use" if judged.level == BASELINE else "baseline", "; ".join(result.errors)
     if result.skipped:
-        return Verdict(name, "skipped", candidate.reason)
+        return "skipped", candidate.reason
     if candidate.reason:
-        return Verdict(name, "no", candidate.reason)
+        return "no", candidate.reason
     if not result.level.advised:
-        return Verdict(name, "no", f"{facts}; no fp32 masters, for comparison only")
+        return "no", f"{facts}; no fp32 masters, for comparison only"
     if judged.level is None or candidate.speed is None:
-        return _verdict_on_training(comparison, candidate)
-    if name == judged.level:
-        return Verdict(name, "use", facts)
+        if comparison.steps < LEAST_STEPS:
+            return "unclear", facts
+        return "usable" if result.emulated else "unclear", f"trains as well as fp32; {facts}"
+    if result.name == judged.level:
+        return "use", facts
     if candidate in judged.ties:
-        return Verdict(name, "ties", facts)
+        return "ties", facts
     if candidate.is_faster is None:
-        return Verdict(name, "unclear", f"{facts}; the times do not tell")
-    return Verdict(name, "usable", facts)
-
-
-def _verdict_on_training(comparison: Comparison, candidate: _Candidate) -> Verdict:
-    result = candidate.result
-    if comparison.steps < LEAST_STEPS:
-        return Verdict(result.name, "unclear", candidate.facts)
-    word: Word = "usable" if result.emulated else "unclear"
-    return Verdict(result.name, word, f"trains as well as fp32; {candidate.facts}")
+        return "unclear", f"{facts}; the times do not tell"
+    return "usable", facts
 
 
 def size(count: float) -> str:

@@ -38,18 +38,18 @@ class Migration:
 
     Attributes:
         uses: In order, file by file.
-        unread: Files and folders that could not be read or parsed, with the reason.
+        not_read: Files and folders that could not be read or parsed, with the reason.
         files: Number of files searched.
     """
 
-    uses: tuple[Use, ...]
-    unread: tuple[tuple[str, str], ...]
+    uses: list[Use]
+    not_read: list[dict[str, str]]
     files: int
 
     @property
     def failed(self) -> bool:
         """Whether any use is unsupported or any file could not be read."""
-        return bool(self.unread or self.counts["not supported"])
+        return bool(self.not_read or self.counts["not supported"])
 
     @property
     def counts(self) -> dict[str, int]:
@@ -59,10 +59,7 @@ class Migration:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every use, the unread files, and the counts, as ``--json`` writes them."""
-        not_read = [{"file": file, "reason": reason} for file, reason in self.unread]
-        data = {**asdict(self), "not_read": not_read, "counts": self.counts}
-        del data["unread"]
-        return data
+        return {**asdict(self), "counts": self.counts}
 
     def __str__(self) -> str:
         """Returns a paragraph per file, the unread files, and the counts."""
@@ -70,8 +67,8 @@ class Migration:
         for file, uses in itertools.groupby(self.uses, attrgetter("file")):
             lines = [file, *_rows(uses)]
             parts.append("\n".join(lines))
-        if self.unread:
-            lines = [f"{file}: {reason}" for file, reason in self.unread]
+        if self.not_read:
+            lines = ["{file}: {reason}".format_map(unread) for unread in self.not_read]
             parts.append("\n".join(lines))
         works, note, fails = self.counts.values()
         parts.append(
@@ -101,15 +98,18 @@ def migration_of(path: Path) -> Migration:
     Raises:
         InputError: If the path itself cannot be read.
     """
-    unread: list[tuple[str, str]] = []
+    not_read: list[dict[str, str]] = []
     files = [path]
     if path.is_dir():
-        files = _python_files(path, unread)
+        files = _python_files(path, not_read)
     uses: list[Use] = []
     for file in files:
         reason = ""
         try:
-            uses += _uses_in(file)
+            text = read(file)
+            if is_worth_parsing(text):
+                found = names(parse(text, file))
+                uses += [Use(str(file), use.line, use.name, *verdict_of(use)) for use in found]
         except InputError as error:  # one bad file must not end the search
             if file == path:
                 raise
@@ -117,23 +117,16 @@ def migration_of(path: Path) -> Migration:
         except (RecursionError, MemoryError):  # the parser raises either
             reason = "nested too deeply to be read."
         if reason:
-            unread.append((str(file), reason))
-    return Migration(tuple(uses), tuple(unread), len(files))
+            not_read.append({"file": str(file), "reason": reason})
+    return Migration(uses, not_read, len(files))
 
 
-def _uses_in(file: Path) -> Iterator[Use]:
-    text = read(file)
-    if is_worth_parsing(text):
-        for use in names(parse(text, file)):
-            verdict, remedy = verdict_of(use)
-            yield Use(str(file), use.line, use.name, verdict, remedy)
-
-
-def _python_files(path: Path, unread: list[tuple[str, str]]) -> list[Path]:
-    """Returns the files in a folder in order; adds folders that cannot be read to ``unread``."""
+def _python_files(path: Path, not_read: list[dict[str, str]]) -> list[Path]:
+    """Returns the files in a folder in order; adds folders that cannot be read to ``not_read``."""
 
     def note(error: OSError) -> None:
-        unread.append((str(error.filename), f"cannot be read: {error.strerror}."))
+        reason = f"cannot be read: {error.strerror}."
+        not_read.append({"file": str(error.filename), "reason": reason})
 
     python_files: list[Path] = []
     for folder, subfolders, files in os.walk(path, onerror=note):

@@ -25,18 +25,13 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from apex._core.dtypes import math_dtype
+from apex._core.foreach.layouts import shared_layout
 from apex._torch import foreach
 from apex._torch.dtensor import local
 
 _dtype = operator.attrgetter("dtype")
 _is_contiguous = operator.methodcaller("is_contiguous")
-_LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
-
-
-def math_dtype(*tensors: Tensor) -> torch.dtype:
-    """Returns the dtype to compute in: fp64 if any of ``tensors`` is fp64, else fp32."""
-    wide = any(tensor.dtype is torch.float64 for tensor in tensors)
-    return torch.float64 if wide else torch.float32
 
 
 @contextlib.contextmanager
@@ -105,11 +100,3 @@ def scale_(grads: Sequence[Tensor], factor: Tensor, skip: Tensor | None = None) 
     torch._foreach_mul_(values, local(factor))
     store(grads, wide_grads)
     return wide_grads
-
-
-def shared_layout(tensors: Sequence[Tensor]) -> torch.memory_format | None:
-    """Returns the layout that all tensors share, without gaps; ``None`` if there is none."""
-    for layout in _LAYOUTS:
-        if all(tensor.is_contiguous(memory_format=layout) for tensor in tensors):
-            return layout
-    return None

@@ -1,0 +1,90 @@
+"""Where backward passes end, if no weight gets a gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from apex._core.param_groups import params_of
+from apex._torch.dispatch_modes import suspend_modes
+from apex.debug.common import listed
+from apex.debug.place import Place
+from apex.debug.tracing import Call, Trace, floating
+
+
+def has_gradients(optimizer: Optimizer) -> bool:
+    """Returns whether any gradient of an optimizer's parameters is not 0. Syncs."""
+    for param in params_of(optimizer):
+        # sync: a diagnosis on request
+        if param.grad is not None and bool(param.grad.detach().norm()):
+            return True
+    return False
+
+
+_BEFORE = "What comes before it is data, detached, frozen, or an integer."
+
+
+class GradientEnds(Trace):
+    """A trace of the last operator that backward passes reach.
+
+    Autograd differentiates operators in reverse order. So the last derivative of a pass belongs to
+    the first operator of the loss's graph, and what comes before it (a detached tensor, a frozen
+    module, integers) gets no gradient. A pass also ends at a derivative that is 0 everywhere.
+    """
+
+    _NAME = "GradientEnds"
+
+    def __init__(self, *models: Any) -> None:
+        super().__init__(*models)
+        # The last derivative: its operator, its place, and whether it returned zeros.
+        self._op = ""
+        self._place: Place | None = None
+        self._ends_in_zeros = False
+        # Names of the parameters that got a gradient other than 0; a set in order of time.
+        self._reached: dict[str, None] = {}
+        # Whether an optimizer has stepped, and whether one has found a gradient that is not 0.
+        self._has_stepped = False
+        self._has_gradients = False
+
+    @property
+    def cut_off(self) -> str:
+        """Where backward passes end, if no step has found a gradient; else ``""``."""
+        is_cut = self._has_stepped or (self._ends_in_zeros and not self._reached)
+        if self._has_gradients or not is_cut:
+            return ""
+        place = self._place
+        if place is None:
+            text = "no operator ran backward, as if the loss were a constant or detached."
+        elif self._ends_in_zeros:
+            text = f"{self._op} {place.where} returned zeros.\n{place.shown}"
+        else:
+            text = f"backward passes end {place.where}.\n{place.shown}\n{_BEFORE}"
+        names = [*filter(None, self._reached)]
+        if names:
+            text += f"\nGradients reach {listed(names)}, which no optimizer has stepped."
+        return f"No weight got a gradient: {text}"
+
+    def _after(self, call: Call, before: Any, result: Any) -> None:
+        """Records the operator, if it is the last one so far of a backward pass."""
+        gradients = list(floating(result))
+        is_forward = self._tracker.direction == "forward"
+        if is_forward or not gradients or self._has_gradients:
+            return
+        is_zero = not any(gradient.norm() for gradient in gradients)  # sync: as above
+        target = self._tracker.accumulating
+        if target is not None:
+            if not is_zero:
+                name = self._tracker.parameters.get(target, "")
+                self._reached[name] = None
+        elif not call.traits.view and not (is_zero and self._ends_in_zeros):
+            self._op = call.name
+            self._place = self._tracker.place
+            self._ends_in_zeros = is_zero
+
+    def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Looks for a gradient that is not 0."""
+        super()._leave_step(optimizer)
+        self._has_stepped = True
+        with suspend_modes():
+            self._has_gradients = self._has_gradients or has_gradients(optimizer)
