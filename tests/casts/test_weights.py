@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
+from tests.support.features import TORCH_VERSION
 from tests.support.loops import Body, grads, in_a_thread, prepared, same
 
 LOW = {"O1": torch.float16, "O4": torch.bfloat16}
@@ -436,6 +437,7 @@ def test_a_loop_keeps_what_autocast_keeps(name, level):
     handle._deactivate()
 
 
+@pytest.mark.skipif(TORCH_VERSION < (2, 11), reason="this torch casts a weight at each use")
 @pytest.mark.parametrize("level", LOW)
 def test_models_share_the_casts_of_their_common_weight(level):
     layer = nn.Linear(8, 8)

@@ -174,6 +174,7 @@ class Session:
 
     # -- gradients ---------------------------------------------------------------------------
 
+    @untraced  # dynamo of torch 2.10 cannot trace the weak table
     def forget_cleared(self, params: Iterable[Tensor]) -> None:
         """Forgets what unfinished passes hold for parameters whose gradients were cleared."""
         cleared = {*map(id, params)}
