@@ -29,6 +29,7 @@ from apex._core import tree
 from apex._core.op_casts import to_dtype
 from apex._torch.autograd import backward_id, is_recorded
 from apex._torch.copies import current_stream
+from apex._torch.dynamo import untraced
 
 _PLAIN = {Tensor, nn.Parameter}
 
@@ -103,6 +104,7 @@ class SharedCasts:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(hook)
 
+    @untraced  # as a hook, it is a frame that dynamo of torch 2.10 would compile
     def drop(self, gradients: object = None) -> None:
         """Ends all sharing with the casts of now; also as a hook of autograd's nodes."""
         if self._saved:
