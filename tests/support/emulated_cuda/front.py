@@ -46,8 +46,8 @@ def replace(device):
             "synchronize": synchronize,
             "is_bf16_supported": lambda *args, **kwargs: True,
             "is_current_stream_capturing": lambda: bool(device.is_capturing()),
-            "Stream": lambda device="cuda", **kwargs: torch.Stream(device),
-            "Event": lambda **kwargs: torch.Event("cuda", **kwargs),
+            "Stream": Stream,
+            "Event": Event,
             "stream": lambda stream: contextlib.nullcontext(),
             "CUDAGraph": functools.partial(CUDAGraph, device),
             "graph": capture,
@@ -75,6 +75,20 @@ def replace(device):
     torch.UntypedStorage.__new__ = new_storage
     torch.cuda._initialized = True
     torch.cuda.default_generators = (torch.default_generator,) * 2
+
+
+class Stream(torch.Stream):
+    """A stream, whose class annotations of scripts name."""
+
+    def __new__(cls, device="cuda", **kwargs):
+        return super().__new__(cls, device)
+
+
+class Event(torch.Event):
+    """An event, likewise."""
+
+    def __new__(cls, **kwargs):
+        return super().__new__(cls, "cuda", **kwargs)
 
 
 class Properties:
