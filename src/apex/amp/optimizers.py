@@ -143,8 +143,11 @@ class AmpStash:
         if is_from(optimizer, "apex.optimizers.fused_sgd"):
             # NVIDIA's would step the groups that it finds here with kernels for fp16.
             raise AttributeError("The _amp_stash of NVIDIA's FusedSGD has no groups.")
-        groups = [map(pair_of_master, group["params"]) for group in optimizer.param_groups]
-        return [[*filter(None, pairs)] for pairs in groups]
+        groups = []
+        for group in optimizer.param_groups:
+            pairs = map(pair_of_master, group["params"])
+            groups.append([pair for pair in pairs if pair is not None])
+        return groups
 
     @property
     def params_have_scaled_gradients(self) -> bool:

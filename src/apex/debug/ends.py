@@ -71,7 +71,7 @@ class GradientEnds(Trace):
         is_forward = self._tracker.direction == "forward"
         if is_forward or not gradients or self._has_gradients:
             return
-        is_zero = not any(gradient.norm() for gradient in gradients)  # sync: as above
+        is_zero = not any(gradient.norm() for gradient in gradients)  # sync: a diagnosis on request
         target = self._tracker.accumulating
         if target is not None:
             if not is_zero:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import weakref
 from collections.abc import Iterator, Sequence
@@ -580,4 +579,7 @@ def _numbers(call: Call) -> Iterator[float]:
 
 def _number(call: Call) -> float | None:
     """Returns the inf or NaN that the script passed to a call as a number; None without one."""
-    return next(itertools.filterfalse(math.isfinite, _numbers(call)), None)
+    for number in _numbers(call):
+        if not math.isfinite(number):
+            return number
+    return None

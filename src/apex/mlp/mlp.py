@@ -130,9 +130,12 @@ class MLP(nn.Module):
 
     def reset_parameters(self) -> None:
         """Reinitializes weights and biases."""
-        for param in (*self.weights, *self.biases):
-            variance = param.dim() / sum(param.shape)  # 2 / (in + out), and 1 / out for a bias
-            nn.init.normal_(param, 0.0, math.sqrt(variance))
+        for weight in self.weights:
+            variance = 2.0 / sum(weight.shape)
+            nn.init.normal_(weight, 0.0, math.sqrt(variance))
+        for bias in self.biases:
+            variance = 1.0 / bias.numel()
+            nn.init.normal_(bias, 0.0, math.sqrt(variance))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - apex's and torch's name
         """Returns ``[*, mlp_sizes[-1]]`` for an input ``[*, mlp_sizes[0]]``."""

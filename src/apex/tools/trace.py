@@ -71,10 +71,12 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
         if steps == _STEPS and not keep_going:
             raise FaultFound
 
-    ends: GradientEnds = RoundingTrace()
-    measuring: Any = ends
+    measuring: Any
     with ExitStack() as until_end:
-        if not digits:
+        if digits:
+            ends: GradientEnds = RoundingTrace()
+            measuring = ends
+        else:
             ends = GradientEnds()
             measuring = until_end.enter_context(FrozenUpdates())
         until_end.enter_context(ends)
