@@ -12,17 +12,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core.arguments import kind
-from apex._core.param_groups import is_from, params_of
+from apex._core.param_groups import params_of
 from apex._core.policy import Policy
 from apex._engine.conversion import checks
 from apex._engine.conversion.plan import ModelPlan
 from apex._engine.conversion.state import is_converted
 from apex._engine.optimizer.subclass import prepared_state
+from apex._engine.wrappers import zero
 from apex._torch import parameters
 from apex._torch.modules import named_parameters
 from apex.amp._amp_state import _amp_state
-
-_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -116,13 +115,8 @@ def check_optimizers(
     for optimizer in optimizers:
         _check_optimizer(optimizer, policy)
         params += params_of(optimizer)
-        # By name: importing the class is slow, and only scripts that use it have done so.
-        if policy.master_weights and is_from(optimizer, _ZERO):
-            raise RuntimeError(
-                "amp.initialize got a ZeroRedundancyOptimizer, whose inner optimizer steps the "
-                "model's own parameters and would never see fp32 masters. Use opt_level 'O1' or "
-                "'O4', or fully_shard(model) at O0 with a MixedPrecisionPolicy."
-            )
+        if policy.master_weights:
+            zero.check(optimizer)
     if params and _are_of_another_model(params, models):
         raise ValueError(
             f"amp.initialize got an optimizer ({type(optimizers[0]).__name__}) that holds no "
