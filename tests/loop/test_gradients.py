@@ -246,20 +246,22 @@ def training_scales(level):
     return "loss_scale" in OPTIONS[level]
 
 
-@pytest.mark.parametrize("kind", PASSES)
+@pytest.mark.parametrize("kind", [*PASSES, "of one forward", "after all forwards"])
 @masters
 def test_many_small_gradients_add_up_in_fp32(level, kind):
     """In 16 bits, a sum of 300 would stand still at 256, or be 7 % off."""
-    if kind == "delayed" and training_scales(level):
-        pytest.skip("scaled gradients add up as they are, as in apex")
     model, optimizer = loops.prepared(level[:2], model=loops.Weights(), **OPTIONS[level])
-    for index in range(300):
-        loss = model(a=1.0, b=1.0)
-        if kind == "plain":
-            loss.backward()
-        else:
+    losses = (model(a=1.0, b=1.0) for _ in range(300))
+    if kind == "after all forwards":
+        losses = [*losses]
+    elif kind == "of one forward":
+        losses = itertools.repeat(model(a=1.0, b=1.0), 300)
+    for index, loss in enumerate(losses):
+        if kind in ("block", "delayed"):
             delays = kind == "delayed" and index < 299
             loops.scaled_backward(loss, optimizer, delay_unscale=delays)
+        else:
+            loss.backward(retain_graph=True)
     assert [master.grad[0].item() for master in amp.master_params(optimizer)] == [300.0, 300.0]
 
 

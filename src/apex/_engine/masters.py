@@ -371,12 +371,17 @@ def widen_nonzero_grads(pairs: Iterable[MasterPair]) -> None:
     widen_grads(pair for pair in pairs if not is_zero(pair.model.grad))
 
 
-def narrow_grads(pairs: Iterable[MasterPair]) -> None:
-    """Gives fp32 gradients the dtype of their model parameters."""
+def check_narrow(pairs: Iterable[MasterPair]) -> None:
+    """Raises RuntimeError if there is an fp32 gradient: DDP adds 16-bit ones to such alone."""
     for pair in pairs:
         grad = pair.model.grad
-        if grad is not None:
-            pair.model.grad = grad.to(pair.model.dtype)
+        if grad is not None and grad.dtype is torch.float32:
+            raise RuntimeError(
+                "DistributedDataParallel cannot add the 16-bit gradients of a plain "
+                "loss.backward() to fp32 gradients, such as a clip over amp.master_params leaves. "
+                "Use amp.scale_loss for each backward pass, clip after the last one of a step, or "
+                "call optimizer.zero_grad() before the backward pass."
+            )
 
 
 def mark_zeros(pairs: Iterable[MasterPair]) -> None:
@@ -480,8 +485,6 @@ class MasterTable:
     def __init__(self) -> None:
         """Starts without masters."""
         self.exact: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
-        # Steps of the session's optimizers at each model's last forward pass.
-        self._steps_seen = weakref.WeakKeyDictionary[nn.Module, int]()
         self._by_param = weakref.WeakValueDictionary[int, MasterPair]()
         # Fp32 copies of other 16-bit tensors in the pickles that are being made.
         self._stand_ins = weakref.WeakValueDictionary[int, Tensor]()
@@ -575,14 +578,18 @@ class MasterTable:
             processes.keep(known)
         return known
 
-    def update_model(self, model: nn.Module) -> None:
-        """Rounds the written masters of a model's parameters into them."""
+    def pairs_in(self, model: nn.Module) -> list[MasterPair]:
+        """Returns the pairs of a model's parameters."""
         pairs = self._by_model.get(model)
         if pairs is None:
             known = [self.pair_of(param) for _, param in named_parameters(model)]
             pairs = [pair for pair in known if pair is not None]
             self._by_model[model] = pairs
-        update_model_from_masters(pairs)
+        return pairs
+
+    def update_model(self, model: nn.Module) -> None:
+        """Rounds the written masters of a model's parameters into them."""
+        update_model_from_masters(self.pairs_in(model))
 
     @torch.no_grad()
     def set_exact_values(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -600,40 +607,3 @@ class MasterTable:
                 increment_version(param)
             elif param in self.exact:
                 self.exact[param].copy_(value)
-
-    def prepare_plain_pass(self, model: nn.Module, steps: int, *, under_ddp: bool) -> None:
-        """Prepares a model's gradients, at its forward, for a pass without a block.
-
-        Gradients since the last step, to which the pass adds, become fp32. Older ones, which the
-        script is about to clear, do not: they would take memory. DistributedDataParallel adds
-        16-bit gradients to 16-bit ones alone.
-
-        Args:
-            model: The model.
-            steps: The number of steps so far.
-            under_ddp: Whether it is in DistributedDataParallel.
-
-        Raises:
-            RuntimeError: Under DistributedDataParallel, if gradients are fp32 since the last step.
-        """
-        pairs = self._by_model[model]
-        is_new_step = self._steps_seen.get(model, 0) != steps
-        self._steps_seen[model] = steps
-        if under_ddp and is_new_step:
-            narrow_grads(pairs)
-        elif under_ddp:
-            _check_narrow(pairs)
-        elif not is_new_step:
-            widen_nonzero_grads(pairs)
-
-
-def _check_narrow(pairs: Iterable[MasterPair]) -> None:
-    for pair in pairs:
-        grad = pair.model.grad
-        if grad is not None and grad.dtype is torch.float32:
-            raise RuntimeError(
-                "DistributedDataParallel cannot add the 16-bit gradients of a plain "
-                "loss.backward() to fp32 gradients, such as a clip over amp.master_params leaves. "
-                "Use amp.scale_loss for each backward pass, clip after the last one of a step, or "
-                "call optimizer.zero_grad() before the forward pass."
-            )

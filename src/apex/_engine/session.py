@@ -23,7 +23,7 @@ from apex._engine.autocast.ambient import (
 from apex._engine.autocast.kernels import tag_caches
 from apex._engine.autocast.region import AmbientRegion, AutocastRegion, Region
 from apex._engine.autocast.user_functions import UserRegistry
-from apex._engine.masters import MasterTable
+from apex._engine.masters import MasterTable, check_narrow, widen_nonzero_grads
 from apex._engine.observer import Observer
 from apex._engine.registry import Registry
 from apex._engine.scaler import scaler_for
@@ -43,17 +43,6 @@ Maker = Literal["initialize", "init", "suggest"]
 
 class Member(Protocol):
     """The state of an optimizer, as its session and models know it."""
-
-    @property
-    def unfinished_pass(self) -> object | None:
-        """A backward pass that is not finished."""
-        ...
-
-    had_block: bool
-    """Whether a ``scale_loss`` block was given the optimizer."""
-
-    steps: int
-    """Steps so far."""
 
     def forget_cleared(self, cleared: set[int]) -> None:
         """Forgets what unfinished passes hold for parameters, by ``id``, that were cleared."""
@@ -181,15 +170,13 @@ class Session:
         for member in [*self.members]:
             member.forget_cleared(cleared)
 
-    def prepare_plain_pass(self, model: nn.Module) -> None:
-        """Prepares the gradients of a model, at its forward, for a pass without a block."""
-        steps = 0
-        for member in [*self.members]:
-            # Blocks prepare the gradients themselves when they begin.
-            if member.unfinished_pass is not None or (self.under_ddp and member.had_block):
-                return
-            steps += member.steps
-        self.masters.prepare_plain_pass(model, steps, under_ddp=self.under_ddp)
+    def begin_pass(self, model: nn.Module) -> None:
+        """Prepares a model's gradients when a backward pass has reached its output."""
+        pairs = self.masters.pairs_in(model)
+        if self.under_ddp:
+            check_narrow(pairs)
+        else:
+            widen_nonzero_grads(pairs)
 
     # -- casts -------------------------------------------------------------------------------
 

@@ -21,8 +21,9 @@ from apex._core.rounding import exact_value
 from apex._engine.autocast.region import Region
 from apex._engine.conversion.plan import ModelPlan
 from apex._engine.session import STATE, Session
+from apex._torch.autograd import backward_id
 from apex._torch.ddp import active_wrapper
-from apex._torch.dynamo import at_tracing, is_tracing, recompile_on_change
+from apex._torch.dynamo import at_tracing, is_tracing, recompile_on_change, untraced
 from apex._torch.modules import own_tensors
 
 Entries = MutableMapping[str, Any]
@@ -98,9 +99,16 @@ class ModelState:
         is_traced = torch.compiler.is_compiling() or is_tracing()
         if not is_traced:
             self.use(model)
-            if self.plan.casts_down and torch.is_grad_enabled():
-                self.session.prepare_plain_pass(model)
         self.record_wrapper(traced=is_traced)
+
+    def await_backward(self, model: nn.Module, output: Any) -> None:
+        """Prepares the gradients, when a backward pass reaches the output, for what it adds."""
+        if self.session.masters.is_empty:
+            return
+        hook = _PassBegins(model)
+        for tensor in tree.tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(hook)
 
     @at_tracing  # before torch 2.12, not for a function that gets a module
     def record_wrapper(self, *, traced: bool) -> None:
@@ -189,6 +197,24 @@ class ModelState:
             if entry.shape == tensor.shape:
                 loaded.append((tensor, entry))
         self.session.masters.set_exact_values(loaded)
+
+
+class _PassBegins:
+    """A hook of the outputs of one forward pass, by which their model's gradients are prepared."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)  # which may keep its output
+        # The last pass, as it reaches several outputs.
+        self._pass_id = -1
+
+    @untraced
+    def __call__(self, gradients: object) -> None:
+        model = self._model()
+        state = None if model is None else state_of(model)
+        pass_id = backward_id()
+        if model is not None and state is not None and pass_id != self._pass_id:
+            self._pass_id = pass_id
+            state.session.begin_pass(model)
 
 
 def _reference_to_wrapper() -> weakref.ref[nn.Module] | None:

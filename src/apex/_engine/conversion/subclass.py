@@ -215,6 +215,7 @@ def _casting_forward(own: Any) -> Any:
                 hints.explain(self, state.plan, error)
                 raise
             casts.await_backward(output)
+            state.await_backward(self, output)
         return end_call(state, output)
 
     function = inspect.getattr_static(own, "forward")

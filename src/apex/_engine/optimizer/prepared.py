@@ -84,7 +84,7 @@ class PreparedOptimizer:
         self.overflow = OverflowFlag()
         # Whether gradients overflowed that other optimizers' blocks have left, 0-d.
         self.overflow_of_others: Tensor | None = None
-        # Whether a block was given the optimizer: plain passes under DDP prepare no gradients then.
+        # Whether a ``scale_loss`` block was given the optimizer.
         self.had_block = False
         # Called with a pass and this object after each pass, with it collected.
         self.listeners: list[Callable[..., None]] = []
