@@ -155,16 +155,18 @@ class Program:
         return lent
 
     def plain(self):
-        """A pass without a block."""
+        """Passes without a block."""
         if self.delayed and self.scales:
             return
         factors = {name: float(self.choose.randint(1, 2)) for name in self.params}
         loss = self.model(**factors)
         if self.master_written:
             self.forward()
-        loss.backward()
+        passes = self.choose.randint(1, 2)
+        for _ in range(passes):
+            loss.backward(retain_graph=True)
         for name, factor in factors.items():
-            self.grads[name] = self.grads.get(name, 0.0) + factor
+            self.grads[name] = self.grads.get(name, 0.0) + passes * factor
 
     def edit(self):
         """Writes or replaces gradients, of the model or of what is stepped."""
