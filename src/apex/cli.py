@@ -139,7 +139,7 @@ def _trace(args: argparse.Namespace) -> int:
     file = args.json
     if file not in (None, "-"):
         file = rank_file(file)
-    check_json(file)
+    check_file(file)
     script.check()
     if args.digits or args.updates:
         tracing = measure(script, digits=args.digits, keep_going=args.keep_going)
@@ -192,7 +192,7 @@ def _add_compare(subparsers: Any) -> None:
     add("--rounds", type=count, default=20, metavar="N", help="timed steps a level (default: 20)")
     add("--seed", type=int, default=0, metavar="N", help="default: 0")
     _add_device(parser)
-    add("--output", type=Path, default="report.html", metavar="FILE", help="default: report.html")
+    add("--output", default="report.html", metavar="FILE", help="default: report.html")
     _add_json(parser)
 
 
@@ -218,7 +218,7 @@ def _compare(args: argparse.Namespace) -> int:
         patience=PATIENCE if args.levels is None else math.inf,
     )
     check_file(args.output)
-    check_json(args.json)
+    check_file(args.json)
     comparison = compare(args.target, options, _show_stage)
     # Written before printing, because printing to a closed pipe raises.
     write(args.output, report(comparison))
@@ -258,7 +258,7 @@ def _migrate(args: argparse.Namespace) -> int:
     """
     from apex.tools.migrate.report import migration_of
 
-    check_json(args.json)
+    check_file(args.json)
     migration = migration_of(args.path)
     show(args.json, str(migration))
     write_json(args.json, migration.to_dict())
@@ -288,7 +288,7 @@ def _doctor(args: argparse.Namespace) -> int:
     from apex.tools.doctor import examine
 
     device = parse_device(args.device)
-    check_json(args.json)
+    check_file(args.json)
     health = examine(device)
     show(args.json, str(health))
     write_json(args.json, dataclasses.asdict(health))
@@ -343,8 +343,11 @@ def show(file: str | None, text: str) -> None:
     stream.flush()
 
 
-def check_file(path: Path) -> None:
-    """Raises if a file cannot be written; changes nothing."""
+def check_file(file: str | None) -> None:
+    """Raises if the target of ``--output`` or ``--json`` cannot be written; changes nothing."""
+    if file is None or file == "-":
+        return
+    path = Path(file)
     target = path if path.exists() else path.parent
     if path.is_dir() or not os.access(target, os.W_OK):
         raise NotWrittenError(
@@ -352,18 +355,12 @@ def check_file(path: Path) -> None:
         )
 
 
-def check_json(file: str | None) -> None:
-    """Raises if the target of ``--json``, see :func:`write_json`, cannot be written."""
-    if file is not None and file != "-":
-        check_file(Path(file))
-
-
-def write(path: Path, text: str) -> None:
+def write(file: str, text: str) -> None:
     """Writes a file, or raises."""
     try:
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        Path(file).write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise NotWrittenError(f"{path} could not be written: {error.strerror}.") from error
+        raise NotWrittenError(f"{file} could not be written: {error.strerror}.") from error
 
 
 def write_json(file: str | None, data: dict[str, Any]) -> None:
@@ -372,4 +369,4 @@ def write_json(file: str | None, data: dict[str, Any]) -> None:
     if file == "-":
         sys.stdout.write(text)
     elif file is not None:
-        write(Path(file), text)
+        write(file, text)

@@ -18,7 +18,6 @@ on copies, and the flag chooses for each element what is written: the new value 
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -29,9 +28,6 @@ from apex._core.dtypes import math_dtype
 from apex._core.foreach.layouts import shared_layout
 from apex._torch import foreach
 from apex._torch.dtensor import local
-
-_dtype = operator.attrgetter("dtype")
-_is_contiguous = operator.methodcaller("is_contiguous")
 
 
 @contextlib.contextmanager
@@ -45,9 +41,10 @@ def working(
     except the gradients'.
     """
     results = [list(grads), *map(list, changed)]
-    dtypes = {*map(_dtype, chain(*results))}
+    dtypes = {tensor.dtype for tensor in chain(*results)}
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    if skip is None and dtypes == {dtype} and all(map(_is_contiguous, chain(*results))):
+    is_contiguous = all(tensor.is_contiguous() for tensor in chain(*results))
+    if skip is None and is_contiguous and dtypes == {dtype}:
         yield results  # of most lists, nothing is copied
         return
     sources: list[Tensor] = []

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import arguments, tree
+from apex._core.dtypes import math_dtype
 from apex._core.param_groups import params_of
 from apex._engine.autocast.region import casts_off as casts_off
 from apex._engine.masters import pair_of_master
@@ -82,7 +83,7 @@ def loss_of(
                 f"{caller} got a model whose output ({type(output).__name__}) holds no "
                 f"floating-point tensor, so it cannot derive a loss. Pass loss_fn=....{instead}"
             )
-        means = [_widened(tensor).square().mean() for tensor in floating]
+        means = [tensor.to(math_dtype(tensor)).square().mean() for tensor in floating]
         loss = torch.stack(means).sum()
     if not isinstance(loss, Tensor):
         raise TypeError(
@@ -105,13 +106,8 @@ def loss_of(
 def gradients(loss: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Returns the gradients of a loss; neither writes ``.grad`` nor runs its hooks."""
     with casts_off(), torch.enable_grad():
-        return torch.autograd.grad(_widened(loss), tensors, allow_unused=True)
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    if tensor.dtype is torch.float64:
-        return tensor
-    return tensor.float()
+        wide_loss = loss.to(math_dtype(loss))
+        return torch.autograd.grad(wide_loss, tensors, allow_unused=True)
 
 
 # -- the tensors of a training ---------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -210,11 +209,8 @@ _HEAD = ("where", "operator", "pass", "calls", "dtypes", "time", "bytes cast")
 
 def _cells(row: OpRow, seconds: float) -> tuple[str, ...]:
     """Returns the cells of an operator; its time is a share of ``seconds``."""
-    module = row.module
-    if not module:
-        module = "(outside)"
-        if row.inside:
-            module = "(model)"
+    unnamed = "(model)" if row.inside else "(outside)"
+    module = row.module or unnamed
     dtypes_in = " + ".join(map(common.short, row.dtypes_in or [""]))
     cast_bytes = ""
     if row.cast_bytes:
@@ -238,9 +234,8 @@ class _Costs(Trace):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        # By operator: the seconds of each call, and the bytes that all calls moved as casts.
-        self._seconds = defaultdict[OpRow, list[float]](list)
-        self._cast_bytes = Counter[OpRow]()
+        # The record of all calls so far, by that of one call without its costs.
+        self._rows: dict[OpRow, OpRow] = {}
 
     def _now(self) -> float:
         if accelerator() is not None:
@@ -276,14 +271,14 @@ class _Costs(Trace):
             dtypes_in,
             dtype_out,
         )
-        self._seconds[row].append(seconds)
-        self._cast_bytes[row] += moved
+        total = self._rows.get(row, row)
+        self._rows[row] = replace(
+            row,
+            calls=total.calls + 1,
+            seconds=total.seconds + seconds,
+            cast_bytes=total.cast_bytes + moved,
+        )
 
     def rows(self) -> tuple[OpRow, ...]:
         """Returns one record per operator, in order of first use."""
-        return tuple(
-            replace(
-                row, calls=len(times), seconds=math.fsum(times), cast_bytes=self._cast_bytes[row]
-            )
-            for row, times in self._seconds.items()
-        )
+        return tuple(self._rows.values())

@@ -208,10 +208,8 @@ class OverflowTrace(Trace):
     @property
     def _largest_weight(self) -> float:
         """The largest absolute value of the models' parameters."""
-        largest = 0.0
-        for weight in self._tracker.parameters:
-            largest = max(largest, tracing.values_of(weight).largest)
-        return largest
+        weights = map(tracing.values_of, self._tracker.parameters)
+        return max((values.largest for values in weights), default=0.0)
 
     # -- operators -------------------------------------------------------------------------------
 

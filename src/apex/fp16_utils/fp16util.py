@@ -15,6 +15,7 @@ from apex._core.flat import flatten, unflatten
 from apex._engine.masters import add_grads, fp32_copies, make_master
 from apex._torch import foreach
 from apex._torch.dynamo import untraced
+from apex._torch.modules import flatten_rnns
 
 __getattr__ = _unavailable.names_instead(
     __name__, dict.fromkeys(("TORCH_MAJOR", "TORCH_MINOR"), "torch.__version__")
@@ -81,8 +82,7 @@ def convert_network(network: Module, dtype: torch.dtype) -> Module:
     for module in network.modules():
         if not _keeps_fp32(module):
             convert_module(module, dtype)
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
+    flatten_rnns(network)
     return network
 
 

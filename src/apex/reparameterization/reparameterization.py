@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -104,13 +103,22 @@ class Reparameterization:
         # torch also calls this, but would ignore a NotImplementedError.
         names, _ = rule.reparameterize(own_name, weight, dim)
         rule.reparameterization_names = list(names)
-        parametrize.register_parametrization(owner, own_name, _Computed(rule), unsafe=True)
+        computed = _Computed(rule, own_name)
+        parametrize.register_parametrization(owner, own_name, computed, unsafe=True)
         # torch has given this module a separate class, so the properties affect no other module.
         for index, part in enumerate(names):
             read_part = attrgetter(f"parametrizations.{own_name}.original{index}")
             setattr(type(owner), part, property(read_part))
-        hook = partial(_rename_old, own_name, names)
-        rule._loading = owner.register_load_state_dict_pre_hook(hook)
+
+        def rename_parts(_: object, state_dict: dict[str, Any], prefix: str, *__: object) -> None:
+            """Renames keys such as ``weight_g`` of a state dict to the parametrization's."""
+            old_keys = [f"{prefix}{part}" for part in names]
+            if state_dict.keys() >= set(old_keys):
+                for index, key in enumerate(old_keys):
+                    new_key = f"{prefix}parametrizations.{own_name}.original{index}"
+                    state_dict[new_key] = state_dict.pop(key)
+
+        rule._loading = owner.register_load_state_dict_pre_hook(rename_parts)
         return rule
 
     @staticmethod
@@ -211,23 +219,22 @@ def attached(module: nn.Module, name: str) -> Reparameterization | None:
 class _Computed(nn.Module):
     """A rule in the form of a torch parametrization."""
 
-    def __init__(self, rule: Reparameterization) -> None:
+    def __init__(self, rule: Reparameterization, name: str) -> None:
         super().__init__()
         self.rule = rule
+        self.name = name
 
     def forward(self, *parts: Tensor) -> Tensor:
         """Returns the weight computed from its parts."""
         rule = self.rule
-        owner, name = rule.get_module_and_name(rule.module, rule.name)
+        owner, _ = rule.get_module_and_name(rule.module, rule.name)
         parts_by_name = dict(zip(rule.reparameterization_names, parts, strict=True))
-        return rule.compute_weight(_WithParts(owner, parts_by_name), name)
+        return rule.compute_weight(_WithParts(owner, parts_by_name), self.name)
 
     def right_inverse(self, weight: Tensor) -> Sequence[Tensor]:
         """Returns the parts of a weight."""
-        rule = self.rule
-        _, name = rule.get_module_and_name(rule.module, rule.name)
-        _, parts = rule.reparameterize(name, weight, rule.dim)
-        return list(parts)
+        _, parts = self.rule.reparameterize(self.name, weight, self.rule.dim)
+        return parts
 
 
 class _WithParts:
@@ -238,19 +245,3 @@ class _WithParts:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def _rename_old(
-    name: str,
-    parts: Sequence[str],
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    *rest: object,
-) -> None:
-    """Renames ``weight_g`` and ``weight_v`` of a state dict to the parametrization's names."""
-    old_keys = [f"{prefix}{part}" for part in parts]
-    if all(key in state_dict for key in old_keys):
-        for index, key in enumerate(old_keys):
-            new_key = f"{prefix}parametrizations.{name}.original{index}"
-            state_dict[new_key] = state_dict.pop(key)
