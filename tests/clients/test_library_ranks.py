@@ -119,6 +119,7 @@ def train_by_trainer(rank, level, folder):
 @pytest.mark.parametrize("level", ["O4", "O5"])
 def test_the_trainer_trains_a_prepared_model(on_two_ranks, level, tmp_path):
     pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
     (first, agree), (second, _) = on_two_ranks(train_by_trainer, level, str(tmp_path))
     in_fp32 = on_two_ranks(train_by_trainer, "O0", str(tmp_path))[0][0]
     assert agree
