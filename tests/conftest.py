@@ -7,7 +7,11 @@ import pytest
 
 from apex.amp import _amp_state
 from tests.support.emulation import emulate
+from tests.support.loops import LEVELS_SHORT, at_levels
 from tests.support.ranks import Ranks
+
+level = at_levels(*LEVELS_SHORT)
+"""Of every test that takes a level and has no others, in its decorators or its module."""
 
 
 @pytest.fixture(autouse=True)

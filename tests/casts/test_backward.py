@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from apex import amp
 from tests.support import loops
 
-LEVELS = pytest.mark.parametrize("level", ["O1", "O4"])
+level = loops.at_levels("O1", "O4")
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -122,7 +122,6 @@ class Recomputed(torch.autograd.Function):
         return None, None, *torch.autograd.grad(out, (x, *ctx.inputs[1:]), grad)
 
 
-@LEVELS
 @BLOCK
 @pytest.mark.parametrize("own_pass", [True, False], ids=["backward", "grad"])
 def test_a_recompute_by_a_function_of_the_script_is_the_forward_again(level, block, own_pass):
@@ -242,7 +241,6 @@ def test_a_recompute_in_a_pass_has_the_dtypes_of_the_forward(reentrant):
     assert dtypes == [(BF16, BF16, torch.float16)] * 2
 
 
-@LEVELS
 @BLOCK
 @pytest.mark.parametrize("part", FP32_PARTS)
 def test_gradients_and_forces_of_a_part_in_fp32_are_those_of_fp32(level, block, part):
@@ -270,7 +268,6 @@ def test_gradients_and_forces_of_a_part_in_fp32_are_those_of_fp32(level, block, 
     assert torch.equal(x.grad, expected_second)
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
 def test_a_pass_leaves_the_function_modes_of_the_script_as_they_are(level):
     model, optimizer = loops.prepared(level)
     data = list(loops.batches(2))

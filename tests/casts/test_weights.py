@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from tests.support.features import TORCH_VERSION
-from tests.support.loops import Body, grads, in_a_thread, prepared, same
+from tests.support.loops import Body, at_levels, grads, in_a_thread, prepared, same
 
 LOW = {"O1": torch.float16, "O4": torch.bfloat16}
+level = at_levels(*LOW)
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
 
@@ -147,7 +148,6 @@ WRITES = [counted, pointed_elsewhere, set_to, stepped, stepped_by_others]
 WRITES += [loaded, replaced, in_a_block, moved]
 
 
-@pytest.mark.parametrize("level", LOW)
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_between_two_forwards_is_seen(write, level):
     def scenario(model, optimizer):
@@ -163,7 +163,6 @@ def test_a_write_between_two_forwards_is_seen(write, level):
     compare(scenario, level)
 
 
-@pytest.mark.parametrize("level", LOW)
 @pytest.mark.parametrize("passes", ["plain", "grad", "retained"])
 def test_an_uncounted_write_after_the_backward_pass_is_seen(passes, level):
     """As in a step that the script writes itself, while it still holds the loss."""
@@ -186,7 +185,6 @@ def test_an_uncounted_write_after_the_backward_pass_is_seen(passes, level):
     compare(scenario, level)
 
 
-@pytest.mark.parametrize("level", LOW)
 @pytest.mark.parametrize("held", [False, True], ids=["dropped", "held"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_averages_are_swapped_in_for_an_evaluation_and_back(mode, held, level):
@@ -215,7 +213,6 @@ def test_averages_are_swapped_in_for_an_evaluation_and_back(mode, held, level):
     compare(scenario, level)
 
 
-@pytest.mark.parametrize("level", LOW)
 def test_finite_differences_are_exact(level):
     def scenario(model, optimizer):
         values = []
@@ -227,7 +224,6 @@ def test_finite_differences_are_exact(level):
     compare(scenario, level)
 
 
-@pytest.mark.parametrize("level", LOW)
 def test_both_passes_of_sam_see_their_weights(level):
     def scenario(model, optimizer):
         first = model(X).square().sum()
@@ -246,7 +242,6 @@ def test_both_passes_of_sam_see_their_weights(level):
     compare(scenario, level)
 
 
-@pytest.mark.parametrize("level", LOW)
 def test_functional_calls_use_the_weights_that_they_get(level):
     def scenario(model, optimizer):
         def loss(params, x):
@@ -266,7 +261,6 @@ def test_functional_calls_use_the_weights_that_they_get(level):
     compare(scenario, level)
 
 
-@pytest.mark.parametrize("level", LOW)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_recompute_uses_the_weights_of_its_time(reentrant, level):
     def scenario(model, optimizer):
@@ -281,7 +275,6 @@ def test_a_recompute_uses_the_weights_of_its_time(reentrant, level):
     compare(scenario, level)
 
 
-@pytest.mark.parametrize("level", LOW)
 def test_another_thread_sees_what_this_one_wrote(level):
     def scenario(model, optimizer):
         first = model(X)
@@ -306,7 +299,6 @@ def test_two_sessions_cast_a_shared_weight_to_their_own_dtypes():
             assert torch.equal(output, wanted)
 
 
-@pytest.mark.parametrize("level", LOW)
 def test_a_weight_that_the_forward_writes_is_cast_again(level):
     def scenario(model, optimizer):
         def halve(module, args, output):
@@ -319,7 +311,6 @@ def test_a_weight_that_the_forward_writes_is_cast_again(level):
     compare(scenario, level)
 
 
-@pytest.mark.parametrize("level", LOW)
 def test_training_follows_an_evaluation_in_inference_mode(level):
     def scenario(model, optimizer):
         with torch.inference_mode():
@@ -340,7 +331,6 @@ def test_a_restored_model_computes_in_fp32():
     del output
 
 
-@pytest.mark.parametrize("level", LOW)
 def test_a_trace_has_the_casts_in_it(level):
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -423,7 +413,6 @@ def kept_in_a_loop(step, model):
     return sizes[0]
 
 
-@pytest.mark.parametrize("level", LOW)
 @pytest.mark.parametrize("name", STEPS)
 def test_a_loop_keeps_what_autocast_keeps(name, level):
     make, step = STEPS[name]
@@ -438,7 +427,6 @@ def test_a_loop_keeps_what_autocast_keeps(name, level):
 
 
 @pytest.mark.skipif(TORCH_VERSION < (2, 11), reason="this torch casts a weight at each use")
-@pytest.mark.parametrize("level", LOW)
 def test_models_share_the_casts_of_their_common_weight(level):
     layer = nn.Linear(8, 8)
     models = [nn.Sequential(layer), nn.Sequential(layer)]
@@ -449,7 +437,6 @@ def test_models_share_the_casts_of_their_common_weight(level):
     assert kept_in_a_loop(step, models) == wanted > 0
 
 
-@pytest.mark.parametrize("level", LOW)
 @pytest.mark.parametrize("function", ["linear", "convolution"])
 def test_functions_of_a_script_share_casts_in_a_block_of_autocast(function, level):
     def step(model, x):
@@ -489,7 +476,6 @@ def test_a_weight_that_no_model_s_forward_uses_is_cast_once(kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("level", LOW)
 def test_a_replay_casts_the_weights_of_its_time(level):
     model, optimizer = prepared(level, model=nn.Linear(4, 4).cuda())
     x = X.cuda()

@@ -21,7 +21,7 @@ FORMS = {
     "multi swa": {"multi_avg_fn": swa_utils.get_swa_multi_avg_fn()},
 }
 
-levels = pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+level = loops.at_levels("O1", "O2", "O3", "O5")
 
 
 def pair_at(level):
@@ -44,7 +44,6 @@ def differences(average, expected):
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-@levels
 def test_an_averaged_model_of_the_prepared_model_is_exact(level, form, caplog):
     model, optimizer = pair_at(level)
     twin, update_twin = exact(model)
@@ -92,13 +91,11 @@ def averaged(level, update, *, of=lambda model: model):
 
 
 @pytest.mark.parametrize("update", [lerp, add, states])
-@levels
 def test_an_average_of_the_shallow_copy_is_exact(level, update):
     if level != "O3" or update is states:
         assert averaged(level, update, of=copy.copy if update is not states else nn.Identity()) == 0
 
 
-@levels
 def test_an_average_of_16_bit_parameters_is_rounded_or_named(level, caplog):
     eps = {"O1": 0.0, "O2": torch.finfo(torch.float16).eps}.get(level, 2**-7)
     if level == "O1":

@@ -162,7 +162,6 @@ def test_model_part_and_optimizer_stay_connected_in_any_order(level, way, order)
 
 
 @every_way
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_an_optimizer_alone_is_plain_and_its_state_loads_back(level, way):
     _model, optimizer = pair_trained(level)
     plain = way(optimizer)
@@ -173,7 +172,6 @@ def test_an_optimizer_alone_is_plain_and_its_state_loads_back(level, way):
     assert loops.same(optimizer.state_dict(), expected)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_copies_that_are_prepared_again_train_as_the_originals(level):
     pair = pair_trained(level, loops.sgd)
     scales = amp.state_dict()

@@ -79,7 +79,6 @@ def saved_things(model, optimizer):
 
 
 @pytest.mark.parametrize("protocol", [2, 5])
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_files_name_one_private_module_only(level, protocol):
     for name, thing in saved_things(*trained_custom(level)).items():
         file = pickle.dumps(thing, protocol)

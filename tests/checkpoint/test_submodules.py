@@ -17,7 +17,6 @@ def random_like(state):
     return {name: torch.rand(value.shape, generator=generator) for name, value in state.items()}
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_every_part_is_saved_as_in_the_whole(level):
     model, _ = loops.trained(level, model=nested())
     whole = model.state_dict()

@@ -153,7 +153,6 @@ def test_torch_exports_and_scripts_the_plain_model(level):
             assert torch.equal(each(x), plain(x))
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_ema_pytorch_averages_the_plain_copy(level):
     ema_pytorch = pytest.importorskip("ema_pytorch")
     model, optimizer = loops.prepared(level)

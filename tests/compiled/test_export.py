@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.compiled.cases import LEVELS
 from tests.support.loops import prepared, same
 
 # torch.jit is deprecated, and torch.export uses what is.
@@ -41,7 +40,6 @@ def rows(size):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("level", LEVELS)
 def test_exported_program_computes_as_the_prepared_model(level, strict):
     model, _optimizer = of_one_level(level)
     shapes = {"x": {0: torch.export.Dim("batch")}}
@@ -62,7 +60,6 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("level", LEVELS)
 def test_a_saved_program_keeps_its_casts_without_the_session(level, form):
     model, optimizer = of_one_level(level)
     make, save, load = FORMS[form]
@@ -82,7 +79,6 @@ class Reshaping(nn.Module):
         return x.view(x.shape[0], 4, x.shape[1] // 4).view(x.shape[0], 4, x.shape[1] // 4) * 2
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_traced_constants_are_compared(level):
     model, _ = prepared(level, model=nn.Sequential(nn.Linear(8, 8), Reshaping()))
     x = torch.ones(2, 8)
@@ -90,7 +86,6 @@ def test_traced_constants_are_compared(level):
     assert all(same(traced(x), model(x)) for _ in range(2))
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_restored_model_is_exported_traced_and_scripted_in_fp32(level):
     model, optimizer = of_one_level(level)
     model, optimizer = amp.restore(model, optimizer)

@@ -20,7 +20,6 @@ def backward(model, optimizer, loss):
     return gradients
 
 
-@pytest.mark.parametrize("level", cases.LEVELS)
 def test_compiled_model_and_loss_give_dtypes_values_and_gradients_of_eager(level):
     model, optimizer = cases.net_and_optimizer(level, loss_scale=16.0)
     x, y = cases.inputs()
@@ -35,7 +34,6 @@ def test_compiled_model_and_loss_give_dtypes_values_and_gradients_of_eager(level
     assert (graphs.frame_count, cases.graph_breaks()) == (1, 0)
 
 
-@pytest.mark.parametrize("level", cases.LEVELS)
 def test_nothing_is_compiled_after_the_second_iteration(level):
     model, optimizer = loops.prepared(level)
     run, graphs = cases.compiled(model)

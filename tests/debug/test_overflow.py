@@ -100,7 +100,6 @@ def test_an_overflow_in_place_keeps_its_input():
     assert trace.first.cause == "range"
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_training_is_the_same_under_the_trace(level):
     def train(traced):
         model, optimizer = loops.prepared(level, lambda p: torch.optim.Adam(p, fused=True))

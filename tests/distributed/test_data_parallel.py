@@ -11,6 +11,8 @@ from apex import amp
 from tests.distributed import cases
 from tests.support import loops
 
+level = loops.at_levels(*loops.DYNAMIC)
+
 pytestmark = pytest.mark.distributed
 
 
@@ -136,7 +138,6 @@ def test_gradients_accumulated_without_sync_are_sent_with_the_last(
     cases.assert_trained_alike(first, accumulate_alone(level), level, eps=8)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_inf_without_sync_skips_the_update_on_all(on_two_ranks, level):
     first, second = on_two_ranks(accumulate, level, "torch", False, (0, 1, 0))
     assert first == second
@@ -202,7 +203,6 @@ def drop_a_poisoned_part(rank, level):
     return cases.state(parallel, optimizer)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_that_was_dropped_before_it_was_sent_moves_no_scale(on_two_ranks, level):
     first, second = on_two_ranks(drop_a_poisoned_part, level)
     assert first == second
@@ -250,7 +250,6 @@ def test_masters_are_shared_after_a_pass_of_one_rank_alone(on_two_ranks, level, 
     assert first["model"] == second["model"]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_ranks_that_average_in_the_block_skip_together_and_train_as_one_process(
     on_two_ranks, level
 ):

@@ -38,7 +38,6 @@ def train_branches(rank, level):
     return cases.state(parallel, optimizer)
 
 
-@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_unused_parameters_are_found(on_two_ranks, level):
     first, second = on_two_ranks(train_branches, level)
     assert first == second
@@ -69,7 +68,6 @@ def train_normed(rank, level, converted):
 
 
 @pytest.mark.parametrize("converted", ["before", "after"])
-@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_batch_norm_over_ranks_is_batch_norm_over_the_joined_batch(on_two_ranks, level, converted):
     (synced, first, mean), (_, second, other_mean) = on_two_ranks(train_normed, level, converted)
     assert synced

@@ -96,7 +96,6 @@ def zero_in_place(rank, level, views):
     return state(model, optimizer)
 
 
-@pytest.mark.parametrize("level", ENTRIES)
 def test_gradients_in_buckets_can_be_zeroed_in_place(on_two_ranks, level):
     first, second = on_two_ranks(zero_in_place, level, True)
     assert first == second == on_two_ranks(zero_in_place, level, False)[0]
@@ -151,7 +150,6 @@ def test_after_a_join_the_ranks_are_alike(on_two_ranks):
     assert first["model"] == second["model"]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_join_with_masters_or_a_dynamic_scale_is_refused(on_two_ranks, level):
     for message in on_two_ranks(train_unevenly, level):
         assert "Use opt_level='O4'" in message

@@ -12,11 +12,12 @@ from apex.optimizers import FusedAdam
 from benchmarks.graphs import CAPTURED, difference_of_replays
 from tests.support import loops
 
+level = loops.at_levels(*loops.MIXED)
+
 # The warm-up of make_graphed_callables keeps its graph, and so the nodes of another stream.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The AccumulateGrad node's")]
 
 
-@pytest.mark.parametrize("level", loops.MIXED)
 @pytest.mark.parametrize("captured", CAPTURED)
 def test_replays_train_as_eager_iterations_do(captured, level):
     for max_norm in (None, 0.05):
@@ -36,7 +37,6 @@ def captured_pass(level, make_optimizer):
     return optimizer, graph, x
 
 
-@pytest.mark.parametrize("level", loops.MIXED)
 def test_an_optimizer_in_python_steps_after_replays_and_skips_overflows(level):
     optimizer, graph, x = captured_pass(level, lambda p: torch.optim.RMSprop(p, foreach=True))
     before = loops.masters(optimizer)
@@ -68,7 +68,6 @@ def test_a_step_that_asks_the_host_is_refused_under_capture(level, make_optimize
         optimizer.step()
 
 
-@pytest.mark.parametrize("level", loops.MIXED)
 def test_fused_adam_steps_in_a_graph_as_eagerly(level):
     weights = []
     for captured in (True, False):

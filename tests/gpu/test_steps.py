@@ -34,7 +34,6 @@ def train_on(level, place):
     return masters, loops.loss_scale(), list(map(bool, skipped))
 
 
-@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_loops_have_the_numbers_of_the_cpu_and_wait_for_nothing(level):
     weights, *rest = train_on(level, "cuda:1")
     expected, *expected_rest = train_on(level, "cpu")

@@ -10,8 +10,6 @@ from apex import amp
 from apex.parallel import LARC
 from tests.support import loops
 
-levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
-
 
 def after_backward(level, name="fused AdamW", **options):
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name], **options)
@@ -117,7 +115,6 @@ def test_a_norm_that_is_none_is_refused(name, error, value, words):
     assert loops.same(loops.grads(amp.master_params(optimizer)), before)
 
 
-@levels
 def test_gradients_that_are_still_scaled_are_refused(level):
     model, optimizer = loops.prepared(level, loss_scale=128.0)
     with amp.scale_loss(loops.loss_of(model, *loops.batch()), optimizer) as scaled_loss:

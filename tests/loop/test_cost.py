@@ -5,11 +5,12 @@ import pytest
 from tests.support import loops
 from tests.support.host_reads import reads_of, waits_are_errors
 
+level = loops.at_levels(*loops.MIXED)
+
 FUSED = ["fused AdamW", "fused SGD"]
 
 
 @pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("level", loops.MIXED)
 def test_an_iteration_with_a_fused_optimizer_has_no_host_read(level, name):
     for loss_scale in (None, "dynamic"):
         pair = loops.prepared(level, loops.OPTIMIZERS[name], loss_scale=loss_scale)
@@ -18,7 +19,6 @@ def test_an_iteration_with_a_fused_optimizer_has_no_host_read(level, name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("level", loops.MIXED)
 def test_an_iteration_with_a_fused_optimizer_never_waits_for_the_gpu(level, name):
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name], model=loops.net().cuda())
     data = [(x.cuda(), y.cuda()) for x, y in loops.batches(5)]
@@ -30,7 +30,6 @@ def test_an_iteration_with_a_fused_optimizer_never_waits_for_the_gpu(level, name
 
 
 @pytest.mark.parametrize("name", ["Adam", "SGD"])
-@pytest.mark.parametrize("level", loops.MIXED)
 def test_an_iteration_with_any_other_optimizer_has_at_most_one_host_read_more(level, name):
     model = loops.net()
     own = reads_of(model, loops.OPTIMIZERS[name](model.parameters()), loops.plain_step)

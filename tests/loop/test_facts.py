@@ -8,8 +8,6 @@ import apex.optimizers
 from apex import amp
 from tests.support import loops
 
-levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
-
 
 def initialize(models, optimizers, level):
     """With a loss scale that fp16 gradients of a few units survive."""
@@ -88,7 +86,6 @@ def test_a_plain_pass_adds_to_clipped_gradients_and_a_write_keeps_the_clip():
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@levels
 def test_gradients_cleared_between_delayed_blocks_are_gone(level, name):
     """Those from before the first block, too, which the pass keeps for later."""
     model, optimizer = made(level, OPTIMIZERS[name])
@@ -102,7 +99,6 @@ def test_gradients_cleared_between_delayed_blocks_are_gone(level, name):
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("delayed", [True, False])
 @pytest.mark.parametrize("who", ["optimizer", "sharer", "model"])
-@levels
 def test_gradients_cleared_inside_a_block_are_gone(level, who, delayed, set_to_none):
     """Two optimizers share the weights; what either clears is gone for both."""
     model = loops.Weights()
@@ -117,7 +113,6 @@ def test_gradients_cleared_inside_a_block_are_gone(level, who, delayed, set_to_n
 
 
 @pytest.mark.parametrize("first", [True, False])
-@levels
 def test_a_group_added_between_delayed_blocks_is_unscaled_like_the_others(level, first):
     model = loops.Weights()
     optimizer = loops.sgd([model.a])
@@ -144,7 +139,6 @@ def test_a_parameter_with_a_gradient_is_refused_between_delayed_blocks(level):
     optimizer.add_param_group({"params": [model.b]})
 
 
-@levels
 def test_an_exception_leaves_what_was_added_to_a_delayed_pass_and_says_so(level):
     model, optimizer = made(level)
     loops.scaled_backward(model(a=1.0, b=1.0), optimizer, delay_unscale=True)
@@ -161,7 +155,6 @@ def test_an_exception_leaves_what_was_added_to_a_delayed_pass_and_says_so(level)
 
 
 @pytest.mark.parametrize("overflows", [False, True])
-@levels
 def test_a_pass_reaches_optimizers_through_those_that_share_their_parameters(level, overflows):
     model = loops.Weights("abc")
     stepped = [[model.a, model.b], [model.b, model.c], [model.c]]
@@ -203,7 +196,6 @@ FORGETTING = [
 
 
 @pytest.mark.parametrize(("forgets", "name"), FORGETTING)
-@levels
 def test_an_overflow_is_remembered_until_a_step(level, forgets, name):
     model, optimizer = overflowed(level, forgets, loops.OPTIMIZERS[name])
     optimizer.step()
@@ -217,7 +209,6 @@ def test_an_overflow_is_remembered_until_a_step(level, forgets, name):
 
 
 @pytest.mark.gpu
-@levels
 def test_an_overflow_is_remembered_when_the_next_loss_is_on_another_device(level):
     model, optimizer = overflowed(level, "another device")
     assert loops.loss_scale() == 2.0**7
@@ -226,7 +217,6 @@ def test_an_overflow_is_remembered_when_the_next_loss_is_on_another_device(level
     assert weights(model) == [1.0, 1.0]
 
 
-@levels
 def test_restore_drops_the_gradients_of_an_overflow(level):
     model, optimizer = overflowed(level, None)
     with pytest.warns(UserWarning, match=r"amp\.restore(?s:.*)overflow"):
@@ -237,7 +227,6 @@ def test_restore_drops_the_gradients_of_an_overflow(level):
 
 @pytest.mark.parametrize("hook", ["register_step_pre_hook", "register_step_post_hook"])
 @pytest.mark.parametrize("clips", [True, False])
-@levels
 def test_a_step_that_raised_in_a_hook_can_be_tried_again(level, clips, hook):
     """A post-hook runs after the update, which a second step then does again, as torch's does."""
     stepped = []

@@ -26,7 +26,7 @@ OPTIONS = {
     "O5": {},
     "O5 scaled": {"loss_scale": 8.0},
 }
-levels = pytest.mark.parametrize("level", [*OPTIONS][1:])
+level = loops.at_levels(*[*OPTIONS][1:])
 some_levels = pytest.mark.parametrize("level", ["O1", "O2 dynamic", "O3", "O4", "O5"])
 masters = pytest.mark.parametrize("level", ["O2", "O2 dynamic", "O5", "O5 scaled"])
 rounded = {"rel": 2**-7, "abs": 1e-6}
@@ -152,7 +152,6 @@ def edit_all(training, side, *_):
 
 
 @pytest.mark.parametrize("side", SIDES)
-@levels
 def test_a_hook_of_the_step_edits_what_is_stepped(level, side):
     stepped = []
     for each in (level, None):
@@ -270,7 +269,6 @@ def test_many_small_gradients_add_up_in_fp32(level, kind):
 
 @pytest.mark.parametrize("sessions", [1, 2])
 @pytest.mark.parametrize("stepper", ["prepared", "plain", "none"])
-@levels
 def test_a_block_unscales_whatever_its_pass_reaches(level, stepper, sessions):
     """What the gradients of others are afterwards: the sums of a plain loop."""
     parts = [loops.Weights(), loops.Weights()]
@@ -358,7 +356,6 @@ def test_an_overflow_that_no_prepared_optimizer_steps_reaches_no_weight(level):
     assert beside.a.grad.isfinite().all()
 
 
-@levels
 def test_what_two_others_share_is_unscaled_once(level):
     model = loops.Weights("abc")
     optimizers = [loops.sgd([model.a]), loops.sgd([model.b, model.c]), loops.sgd([model.c])]
@@ -381,7 +378,6 @@ def test_a_block_that_cannot_begin_leaves_all_gradients(level):
     assert training.grads("model") == before
 
 
-@levels
 def test_an_optimizer_may_step_inside_the_block_of_another(level):
     training = Training(level, optimizers=2)
     first, second = training.optimizers
@@ -396,7 +392,6 @@ def test_an_optimizer_may_step_inside_the_block_of_another(level):
 
 
 @pytest.mark.parametrize("name", ["SGD", "fused AdamW", "fused SGD", "RMSprop"])
-@levels
 def test_a_step_leaves_the_gradients(level, name):
     training = Training(level, loops.OPTIMIZERS[name])
     training.block(*ONE)
@@ -423,7 +418,6 @@ def test_a_skipped_step_leaves_the_gradients_and_the_next_step_uses_what_is_ther
 # -- 6, and what a master answers for --------------------------------------------------------
 
 
-@levels
 def test_amps_clip_multiplies_the_gradients_where_they_are(level):
     training = Training(level)
     training.block(*ONE)
@@ -507,7 +501,6 @@ def test_one_pass_takes_no_memory_of_fp32_without_a_scale(kind):
         assert all(param.grad.dtype is not torch.float16 for param in training.model.parameters())
 
 
-@levels
 def test_blocks_may_be_nested(level):
     training = Training(level, optimizers=2)
     first, second = training.optimizers
@@ -520,7 +513,6 @@ def test_blocks_may_be_nested(level):
     assert training.grads() == [4.0, 6.0, 4.0, 6.0]
 
 
-@levels
 def test_steps_that_come_twice_and_never_clear_train_as_a_plain_loop(level):
     trained = []
     for each in (level, None):

@@ -7,11 +7,9 @@ from torch import nn
 from apex import amp
 from tests.support import loops
 
-levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 masters = pytest.mark.parametrize("level", loops.WITH_MASTERS)
 
 
-@levels
 def test_groups_keep_their_identity_and_options(level):
     model = loops.net()
     groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}]
@@ -24,7 +22,6 @@ def test_groups_keep_their_identity_and_options(level):
 
 
 @pytest.mark.parametrize("kind", ["tensor", "parameter of a frozen model", "second optimizer"])
-@levels
 def test_an_optimizer_may_train_an_input_of_a_model(level, kind):
     """Style transfer, adversarial patches, inversions of GANs and center losses do."""
     model, image = loops.net(), torch.full((2, 4), 0.5, requires_grad=True)
@@ -52,7 +49,6 @@ BAD_GROUPS = {
 
 
 @pytest.mark.parametrize(("make", "error", "words"), BAD_GROUPS.values(), ids=BAD_GROUPS)
-@levels
 def test_a_bad_group_is_refused_and_nothing_changes(level, make, error, words):
     model, optimizer = loops.prepared(level)
     with pytest.raises(error, match=words):
@@ -60,7 +56,6 @@ def test_a_bad_group_is_refused_and_nothing_changes(level, make, error, words):
     assert len(optimizer.param_groups) == 1
 
 
-@levels
 def test_groups_that_are_built_anew_step_the_same_masters(level):
     pairs = [loops.prepared(level, loops.OPTIMIZERS["Adam"]) for _ in range(2)]
     (model, optimizer), expected = pairs
@@ -77,7 +72,6 @@ def test_groups_that_are_built_anew_step_the_same_masters(level):
 
 
 @pytest.mark.parametrize("step", [loops.train_step, loops.train_step_with_closure])
-@levels
 def test_a_group_that_a_script_fills_with_the_models_parameters_steps_masters(level, step):
     ends = []
     for fills in (False, True):
@@ -94,7 +88,6 @@ def test_a_group_that_a_script_fills_with_the_models_parameters_steps_masters(le
 # -- frozen weights --------------------------------------------------------------------------
 
 
-@levels
 def test_a_frozen_parameter_stays_and_gets_its_master_when_it_is_unfrozen(level):
     model = loops.net()
     model[0].requires_grad_(False)
@@ -127,7 +120,6 @@ def test_a_frozen_parameter_with_a_gradient_is_stepped_as_torch_does(level):
 
 @pytest.mark.filterwarnings("ignore:optimizer.step.. was called before any backward pass")
 @pytest.mark.parametrize("name", ["fused AdamW", "SGD"])
-@levels
 def test_what_has_no_gradient_stays_as_it_is(level, name):
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name])
     before = loops.values(model.parameters()), loops.masters(optimizer)
@@ -144,7 +136,6 @@ def test_what_has_no_gradient_stays_as_it_is(level, name):
 
 
 @pytest.mark.parametrize("nets", [1, 2])
-@levels
 def test_one_loss_for_two_optimizers_trains_like_one_over_all(level, nets):
     runs = []
     for split in (True, False):

@@ -10,6 +10,8 @@ from torch.optim import SGD, Adam, Optimizer
 from apex import amp
 from tests.support import loops
 
+level = loops.at_levels(*loops.WITH_MASTERS)
+
 masters = pytest.mark.parametrize("level", loops.WITH_MASTERS)
 
 
@@ -46,7 +48,6 @@ class Container(Optimizer):
         return [param for group in groups for param in group["params"]]
 
 
-@masters
 def test_masters_have_the_attributes_of_their_parameters(level):
     model, optimizer = loops.trained(level, Rates, steps=3, loss_scale=128.0)
     expected, _ = loops.trained("O0", Rates, steps=3)
@@ -55,7 +56,6 @@ def test_masters_have_the_attributes_of_their_parameters(level):
     assert [param.times for param in model.parameters()] == [0, 1, 2, 3]
 
 
-@masters
 def test_optimizers_inside_another_step_masters_and_skip(level):
     model, optimizer = loops.prepared(level, Container, loss_scale="dynamic")
     before = loops.masters(optimizer)
@@ -87,7 +87,6 @@ def test_optimizers_inside_another_continue_from_their_state(level, arrives):
     assert loops.same(*(dict(model.state_dict()) for model, _ in pairs))
 
 
-@masters
 def test_in_dicts_and_sets_a_master_is_its_parameter(level):
     model, optimizer = loops.trained(level, loops.fused_adamw_of)
     params, masters = list(model.parameters()), list(amp.master_params(optimizer))
@@ -104,7 +103,6 @@ def test_in_dicts_and_sets_a_master_is_its_parameter(level):
         optimizer.add_param_group({"params": params[:1]})
 
 
-@masters
 def test_state_of_copies_is_found_by_their_parameters_and_masters(level):
     for copied in (copy.deepcopy, loops.saved_and_loaded):
         model, optimizer = copied(loops.trained(level, loops.fused_adamw_of, loss_scale=8.0))
@@ -115,7 +113,6 @@ def test_state_of_copies_is_found_by_their_parameters_and_masters(level):
         assert [*state] == [name for name, _ in model.named_parameters()]
 
 
-@masters
 def test_data_assigned_to_a_master_reaches_the_model_at_once(level):
     model, optimizer = loops.prepared(level)
     weight = model[0].weight

@@ -11,7 +11,7 @@ from apex._torch import parameters
 from tests.support import loops
 from tests.support.wrapping_optimizers import SAM, Lookahead
 
-levels = pytest.mark.parametrize("level", loops.WITH_MASTERS)
+level = loops.at_levels(*loops.WITH_MASTERS)
 still = functools.partial(loops.sgd, lr=0.0)
 """An optimizer whose steps move nothing."""
 
@@ -21,7 +21,6 @@ def forward(model):
         return model(loops.batch()[0])
 
 
-@levels
 def test_masters_hold_the_values_from_before_rounding(level):
     wanted = loops.values(loops.net().parameters())
     model, optimizer = loops.prepared(level, still)
@@ -30,7 +29,6 @@ def test_masters_hold_the_values_from_before_rounding(level):
     assert loops.same(wanted, loops.masters(optimizer))
 
 
-@levels
 def test_batch_norm_parameters_are_their_own_masters(level):
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     model, optimizer = loops.prepared(level, model=model, loss_scale=8.0)
@@ -45,7 +43,6 @@ def test_batch_norm_parameters_are_their_own_masters(level):
 
 
 @pytest.mark.parametrize("write", ["copy_", "data.copy_", "data", "foreach"])
-@levels
 def test_what_is_written_into_masters_reaches_the_model(level, write):
     model, optimizer = loops.prepared(level)
     loops.train_step(model, optimizer, *loops.batch())
@@ -59,7 +56,6 @@ def test_what_is_written_into_masters_reaches_the_model(level, write):
     assert all((param == 0.25).all() for param in model.parameters())
 
 
-@levels
 def test_written_on_both_sides_the_master_wins(level):
     model, optimizer = loops.prepared(level)
     loops.train_step(model, optimizer, *loops.batch())
@@ -71,7 +67,6 @@ def test_written_on_both_sides_the_master_wins(level):
     assert all((param == 0.5).all() for param in model.parameters())
 
 
-@levels
 def test_a_master_refuses_data_of_another_dtype(level):
     _, optimizer = loops.prepared(level)
     before = loops.masters(optimizer)
@@ -85,7 +80,6 @@ def test_a_master_refuses_data_of_another_dtype(level):
 
 
 @pytest.mark.parametrize("write", ["copy_", "data"])
-@levels
 def test_written_weights_reach_the_masters_where_they_differ(level, write):
     model, optimizer = loops.prepared(level)
     loops.train_step(model, optimizer, *loops.batch())
@@ -105,7 +99,6 @@ FILLS = {"data": lambda w: w.data.fill_(2.0), "init": lambda w: nn.init.constant
 
 @pytest.mark.parametrize("write", FILLS.values(), ids=FILLS)
 @pytest.mark.parametrize("when", ["at first", "after a look at the masters", "before a closure"])
-@levels
 def test_a_write_before_the_first_pass_reaches_the_masters(level, write, when):
     model, optimizer = loops.prepared(level, still, loss_scale=64.0)
     unread = loops.values(loops.net().parameters())
@@ -120,7 +113,6 @@ def test_a_write_before_the_first_pass_reaches_the_masters(level, write, when):
 
 
 @pytest.mark.parametrize("write", ["data", "data.copy_"])
-@levels
 def test_masters_that_a_script_reads_before_the_first_pass_hold_what_it_wrote(level, write):
     model, optimizer = loops.prepared(level, still)
     exact = loops.masters(optimizer)
@@ -138,7 +130,6 @@ THERE_AND_BACK = [("data", "data"), ("data", "copy_"), ("copy_", "copy_"), ("dat
 
 
 @pytest.mark.parametrize(("by", "back"), THERE_AND_BACK)
-@levels
 def test_weights_changed_for_the_passes_alone_leave_masters_as_they_were(level, by, back):
     """Binary networks: Courbariaux et al., NeurIPS 2015."""
     model, optimizer = loops.prepared(level, still)
@@ -182,7 +173,6 @@ def sam_by_hand(level, steps):
 
 
 @pytest.mark.parametrize("form", ["two steps", "closure"])
-@levels
 def test_sharpness_aware_steps_perturb_the_model(level, form):
     model, optimizer = loops.prepared(level, sam, loss_scale=128.0)
     for x, y in loops.batches(3):
@@ -201,7 +191,6 @@ def test_sharpness_aware_steps_perturb_the_model(level, form):
 
 @pytest.mark.parametrize("base", ["SGD", "fused AdamW"])
 @pytest.mark.parametrize("order", ["before", "after"])
-@levels
 def test_lookahead_moves_model_and_masters(level, order, base):
     model = loops.net()
     optimizer = loops.OPTIMIZERS[base](model.parameters())
@@ -219,7 +208,6 @@ def test_lookahead_moves_model_and_masters(level, order, base):
 
 @pytest.mark.parametrize("clears_first", [False, True])
 @pytest.mark.parametrize("base", ["SGD", "fused AdamW"])
-@levels
 def test_an_optimizer_that_amp_has_not_seen_steps_the_masters(level, base, clears_first):
     """The same optimizer as the prepared one, made anew by the script, over its groups."""
 
@@ -244,7 +232,6 @@ def test_an_optimizer_that_amp_has_not_seen_steps_the_masters(level, base, clear
 
 @pytest.mark.parametrize("in_thread", [False, True])
 @pytest.mark.parametrize("name", ["SGD", "fused AdamW"])
-@levels
 def test_a_model_that_runs_during_a_step_gets_what_the_step_writes_after_it(level, name, in_thread):
     """Fused kernels write without counting."""
     (model, optimizer), plain = (loops.prepared(level, loops.OPTIMIZERS[name]) for _ in range(2))
@@ -306,7 +293,6 @@ def test_a_model_moved_to_channels_last_trains_alike(name, moved):
         torch.testing.assert_close(other.contiguous(), one, rtol=0.0, atol=5e-3)
 
 
-@levels
 def test_a_weight_with_gaps_in_memory_trains_as_one_without(level):
     """torch's fused kernels on a CPU write over gaps; masters take over memory without."""
     results = []
@@ -321,7 +307,6 @@ def test_a_weight_with_gaps_in_memory_trains_as_one_without(level):
     assert loops.same(*results)
 
 
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_before_torch_2_10_masters_are_refused_and_nothing_has_changed(level, monkeypatch):
     monkeypatch.setattr(parameters, "keeps_any_grad", False)
     model = loops.net()

@@ -16,7 +16,6 @@ from apex.optimizers import FusedAdam, FusedSGD
 from tests.support import loops
 
 fp16 = pytest.mark.parametrize("level", ["O1", "O2"])
-levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 
 NOT_FROM_SCALED = r"did not start at scaled_loss.*(?s:.*)scaled_loss\.backward\(\)"
 LATE = r"after the end of its amp\.scale_loss block(?s:.*)Call it inside"
@@ -151,7 +150,6 @@ EMPTY_STEPS = [
 
 
 @pytest.mark.parametrize("lines", EMPTY_STEPS)
-@levels
 def test_a_step_before_any_backward_pass_is_warned_of(level, lines):
     assert_warns_once(level, lines, EMPTY)
 
@@ -221,7 +219,6 @@ def test_other_optimizers_passes_in_other_threads_are_no_mistake(level):
 
 
 @pytest.mark.parametrize("way", ["given", "cleared", "own pass", "beside", "late"])
-@levels
 def test_a_step_with_gradients_that_stay_scaled_is_warned_of(level, way):
     nets, optimizers = two(level, loss_scale=128.0)
     first, second = optimizers
@@ -250,7 +247,6 @@ def test_a_step_with_gradients_that_stay_scaled_is_warned_of(level, way):
 
 
 @pytest.mark.parametrize("clears", [False, True])
-@levels
 def test_a_step_with_gradients_of_a_loss_that_was_only_scaled_is_warned_of(level, clears):
     model, optimizer = loops.prepared(level, loss_scale=128.0)
 
@@ -312,7 +308,6 @@ def test_torch_s_grad_scaler_in_place_of_scale_loss_trains_masters_in_silence(na
 
 
 @pytest.mark.parametrize("make_optimizer", [loops.sgd, FusedAdam])
-@levels
 def test_torch_s_grad_scaler_around_scale_loss_steps_alike_and_is_warned_of(level, make_optimizer):
     stepped = []
     for enabled in (False, True):
@@ -411,7 +406,6 @@ class Preconditioner(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@levels
 def test_optimizers_of_other_weights_or_of_gradients_alone_are_no_mistake(level, nested):
     model, optimizer = loops.prepared(level, loss_scale=1.0)
     other = loops.net()
@@ -504,7 +498,6 @@ def test_zeros_by_hand_after_a_step_are_no_mistake(level):
     run_iterations(ZEROED, loops.prepared(level, loss_scale=128.0))
 
 
-@levels
 def test_one_of_two_optimizers_without_a_gradient_is_no_mistake(level):
     model = loops.net()
     optimizers = [loops.sgd(part.parameters()) for part in (model[:2], model[2:])]

@@ -43,7 +43,6 @@ class Tables(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_tables_by_parameters_and_their_ids_are_carried_over_and_back(level):
     model = loops.net()
     optimizer = Tables(model.parameters())
@@ -68,7 +67,6 @@ class Takes(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_what_a_step_takes_is_passed_on_and_a_parameter_as_its_master(level):
     model, optimizer = loops.prepared(level, lambda params: Takes(params, lr=0.1), loss_scale=1.0)
     before = loops.masters(optimizer)
@@ -226,7 +224,6 @@ def twice(optimizer):
 
 
 @pytest.mark.parametrize("wrap", [Accelerated, Plain, twice])
-@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_a_wrapped_optimizer_trains_and_skips_as_the_one_inside(level, wrap):
     pairs = [loops.prepared(level, loops.OPTIMIZERS["SGD"], loss_scale="dynamic") for _ in range(2)]
     for x, y in loops.batches(4, overflow_at={2}):
@@ -256,7 +253,6 @@ def abstract(params):
     return Abstract(params, lr=0.1)
 
 
-@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_an_optimizer_without_torchs_constructor_or_abstract_first_trains(level):
     made = [loops.prepared(level, make) for make in (loops.sgd, Unconstructed, abstract)]
     for x, y in loops.batches(3):
@@ -279,7 +275,6 @@ class ClearsEverySecondTime(torch.optim.SGD):
         self.calls += 1
 
 
-@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_gradients_that_an_own_zero_grad_leaves_are_added_to(level):
     kinds = loops.sgd, lambda params: ClearsEverySecondTime(params, lr=0.1)
     made = [loops.prepared(level, kind) for kind in kinds]
@@ -296,7 +291,6 @@ def test_gradients_that_an_own_zero_grad_leaves_are_added_to(level):
 
 
 @pytest.mark.parametrize("name", ["step", "zero_grad", "add_param_group"])
-@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_a_method_wrapped_on_the_class_runs_once_inside_amps(level, name):
     classes = [type("SGD", (torch.optim.SGD,), {}) for _ in range(2)]
     made = [loops.prepared(level, own, loss_scale=128.0) for own in classes]

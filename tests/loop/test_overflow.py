@@ -12,7 +12,6 @@ from tests.support.host_reads import HostReads
 from tests.support.wrapping_optimizers import SAM, Lookahead
 
 DYNAMIC = {"loss_scale": "dynamic"}
-levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 
 
 def held(model, optimizer):
@@ -20,7 +19,6 @@ def held(model, optimizer):
 
 
 @pytest.mark.parametrize("name", ["fused AdamW", "Adam", "SGD", "fused SGD"])
-@levels
 def test_a_skipped_step_leaves_weights_and_state(level, name):
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name], **DYNAMIC)
     loops.train(model, optimizer, 2)
@@ -33,7 +31,6 @@ def test_a_skipped_step_leaves_weights_and_state(level, name):
 
 
 @pytest.mark.parametrize("clear", ["optimizer", "model", "by hand"])
-@levels
 def test_clearing_gradients_does_not_take_an_overflow_back(level, clear):
     model, optimizer = loops.prepared(level, **DYNAMIC)
     before = loops.masters(optimizer)
@@ -49,7 +46,6 @@ def test_clearing_gradients_does_not_take_an_overflow_back(level, clear):
 
 
 @pytest.mark.parametrize("option", ["delay_unscale", "delay_overflow_check"])
-@levels
 def test_a_delayed_overflow_moves_the_scale_with_the_next_pass_and_skips(level, option):
     model, optimizer = loops.prepared(level, **DYNAMIC)
     before = loops.masters(optimizer)
@@ -73,7 +69,6 @@ def test_a_step_inside_the_block_is_skipped_and_moves_the_scale_once(level):
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-@levels
 def test_an_overflow_of_one_loss_moves_its_scale_and_skips_the_optimizers_given_with_it(level, bad):
     """Of three losses the first two are for two optimizers, and the last is for the third."""
     nets = [loops.net(seed) for seed in range(3)]
@@ -97,7 +92,6 @@ def test_an_overflow_of_one_loss_moves_its_scale_and_skips_the_optimizers_given_
 
 
 @pytest.mark.parametrize("name", ["LBFGS closure", "SGD closure"])
-@levels
 def test_a_closure_is_refused_under_a_dynamic_scale_before_anything_changes(level, name):
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name], **DYNAMIC)
     loops.backward(model, optimizer, *loops.batch())
@@ -114,7 +108,6 @@ def test_a_closure_is_refused_under_a_dynamic_scale_before_anything_changes(leve
 
 @pytest.mark.parametrize("overflows_at", [1, 2])
 @pytest.mark.parametrize("base", ["SGD", "fused AdamW"])
-@levels
 def test_an_overflow_skips_the_step_of_the_optimizer_inside_a_sam(level, base, overflows_at):
     """In the form with two calls, which ``SAM.step`` does not see."""
 
@@ -140,7 +133,6 @@ def test_an_overflow_skips_the_step_of_the_optimizer_inside_a_sam(level, base, o
 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("name", ["fused AdamW", "SGD"])
-@levels
 def test_a_scheduler_neither_warns_nor_bypasses_the_skip(level, name, early):
     model = loops.net()
     optimizer = loops.OPTIMIZERS[name](model.parameters())
@@ -203,7 +195,6 @@ class ReadsTheFlag(Scaling):
 
 
 @pytest.mark.parametrize("kind", [AsksTheScaler, ReadsTheFlag])
-@levels
 def test_an_optimizer_that_skips_by_itself_gets_the_flag(level, kind):
     pairs = [loops.prepared(level, make, **DYNAMIC) for make in (kind, loops.sgd)]
     for x, y in loops.batches(4, overflow_at={1}):
@@ -219,7 +210,6 @@ def test_an_optimizer_that_skips_by_itself_gets_the_flag(level, kind):
 
 
 @pytest.mark.parametrize("name", ["fused AdamW", "SGD"])
-@levels
 def test_step_was_skipped_tells_each_step(level, name):
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name], **DYNAMIC)
     assert not amp.step_was_skipped(optimizer)
@@ -242,7 +232,6 @@ def test_nothing_is_skipped_where_amp_is_disabled_or_absent():
         amp.step_was_skipped(loops.net())
 
 
-@levels
 def test_neither_asking_nor_a_wrapper_reads_on_the_host(level):
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS["fused AdamW"], **DYNAMIC)
     outer = Lookahead(optimizer)

@@ -8,7 +8,6 @@ from apex import amp
 from apex.parallel import LARC
 from tests.support import loops
 
-levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 masters = pytest.mark.parametrize("level", loops.WITH_MASTERS)
 
 
@@ -38,7 +37,6 @@ def test_the_same_objects_come_back_plain(level):
     assert not torch.is_autocast_enabled("cpu")
 
 
-@levels
 def test_gradients_go_with_it_and_it_can_be_prepared_again(level):
     model, optimizer = loops.prepared(level)
     loops.train_step(model, optimizer, *loops.batch())
@@ -82,7 +80,6 @@ def test_what_was_held_in_fp32_comes_back_to_the_last_bit(level, optimizers, kee
 
 
 @pytest.mark.parametrize("early", [True, False])
-@levels
 def test_a_scheduler_works_on(level, early):
     model = loops.net()
     optimizer = loops.sgd(model.parameters())
@@ -106,7 +103,6 @@ def test_a_scheduler_works_on(level, early):
 
 
 @pytest.mark.parametrize("fails", ["forward", "step"])
-@levels
 def test_the_session_ends_also_while_the_traceback_of_a_failure_lives(level, fails):
     model, optimizer = loops.prepared(level)
 
@@ -155,7 +151,6 @@ def refused(error, words, model, optimizer=None):
         amp.restore(model, optimizer)
 
 
-@levels
 def test_what_amp_has_not_prepared_is_refused_and_nothing_changes(level):
     model, optimizer = loops.prepared(level)
     other = loops.net()

@@ -12,7 +12,6 @@ from apex import amp
 from tests.support import loops
 from tests.support.reference.plain_loops import Loop
 
-levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 casting = pytest.mark.parametrize("level", ["O1", "O4"])
 
 
@@ -84,7 +83,6 @@ def test_no_loss_is_kept_after_the_step(delay):
     assert seen() is None
 
 
-@levels
 def test_retain_graph_backs_twice_through_one_graph(level):
     model, optimizer = loops.one_weight(level)
     loss = loops.slope(model, 0.25)
@@ -124,7 +122,6 @@ def penalty(model, x):
 
 
 @pytest.mark.parametrize("form", ["around", "inside"])
-@levels
 def test_a_gradient_penalty_trains_through_double_backward(level, form):
     model, optimizer = loops.prepared(level, loss_scale=128.0)
     x = loops.batch()[0].requires_grad_()
@@ -145,7 +142,6 @@ def test_a_gradient_penalty_trains_through_double_backward(level, form):
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.parametrize("scale", [128.0, "dynamic"])
-@levels
 def test_gradients_of_a_block_with_a_graph_train_through_double_backward(level, scale):
     model, optimizer = loops.prepared(level, loss_scale=scale, max_loss_scale=128.0)
     for _ in range(2):
@@ -166,7 +162,6 @@ def test_gradients_of_a_block_with_a_graph_train_through_double_backward(level, 
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@levels
 def test_checkpointed_layers_give_the_gradients_of_plain_ones(level, use_reentrant):
     x, y = loops.batch()
     x.requires_grad_()
@@ -234,7 +229,6 @@ def test_at_a_scale_of_1_an_exception_leaves_what_autograd_has_added_as_without_
     assert [master.grad[0].item() for master in amp.master_params(optimizer)] == [6.0, 7.0]
 
 
-@levels
 def test_an_exception_after_zero_grad_inside_the_block_leaves_no_gradients(level):
     model, optimizer = loops.prepared(level, loss_scale=128.0)
     loops.backward(model, optimizer, *loops.batch())
@@ -247,7 +241,6 @@ def test_an_exception_after_zero_grad_inside_the_block_leaves_no_gradients(level
 
 
 @pytest.mark.parametrize("after_delay", [False, True])
-@levels
 def test_a_block_inside_another_of_the_same_optimizer_is_refused(level, after_delay):
     model, optimizer = loops.prepared(level)
     if after_delay:
@@ -270,7 +263,6 @@ def test_before_initialize_the_error_shows_the_call():
             amp.scale_loss(torch.ones(()), given)
 
 
-@levels
 def test_an_optimizer_that_amp_has_not_prepared_is_refused_with_the_call(level):
     model, optimizer = loops.prepared(level)
     loss, other = loops.loss_of(model, *loops.batch()), loops.sgd(loops.net().parameters())

@@ -12,11 +12,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimiz
 from apex import amp
 from tests.support import loops
 
-levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 casting = pytest.mark.parametrize("level", ["O1", "O4"])
 
 
-@levels
 def test_a_session_lives_as_long_as_its_model_or_its_optimizer(level):
     for order in (0, 1):
         held = [*loops.prepared(level)]
@@ -34,7 +32,6 @@ def test_a_session_lives_as_long_as_its_model_or_its_optimizer(level):
 
 
 @pytest.mark.parametrize("placeholder", [nn.Identity, list])
-@levels
 def test_the_optimizer_may_come_in_a_later_call_than_its_model(level, placeholder):
     # The first call has no optimizer, so it keeps no masters.
     model = loops.net().bfloat16().float()
@@ -154,7 +151,6 @@ def run(block, *inside):
 
 
 @pytest.mark.parametrize("loss_ids", [(0, 0), (0, 1)])
-@levels
 def test_blocks_inside_each_other_give_the_gradients_of_blocks_after_each_other(level, loss_ids):
     found = []
     for nested in (True, False):
@@ -174,7 +170,6 @@ def test_blocks_inside_each_other_give_the_gradients_of_blocks_after_each_other(
     assert loops.same(*found)
 
 
-@levels
 def test_a_second_backward_after_a_step_inside_the_block_works(level):
     model, optimizer = loops.prepared(level, loss_scale="dynamic")
     head = torch.zeros((), requires_grad=True)
@@ -206,7 +201,6 @@ def joint_step(nets, optimizers, x, y, **options):
 
 
 @pytest.mark.parametrize("scale", [128.0, "dynamic"])
-@levels
 def test_optimizers_of_several_calls_train_as_those_of_one(level, scale):
     trained = []
     for calls in (1, 2):
@@ -224,7 +218,6 @@ def test_optimizers_of_several_calls_train_as_those_of_one(level, scale):
     assert trained[0][2] == (2.0**15 if scale == "dynamic" else 128.0)
 
 
-@levels
 def test_blocks_of_one_and_of_several_sessions_mix(level):
     """The older optimizer's own passes keep their own scale."""
     nets, optimizers = chained(level, 2, loss_scale="dynamic")

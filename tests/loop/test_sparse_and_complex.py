@@ -12,7 +12,6 @@ OPTIMIZERS = {
     "SparseAdam": lambda params: torch.optim.SparseAdam(list(params), lr=0.5),
 }
 IDS = torch.tensor([1, 3, 1])
-levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 
 
 def embedding(level, name="SGD", **options):
@@ -25,7 +24,6 @@ def squares(model):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("passes", [1, 2])
-@levels
 def test_sparse_gradients_train_like_by_hand(level, name, passes):
     model, optimizer = embedding(level, name, loss_scale=8.0)
     weight = nn.Parameter(loops.masters(optimizer)[0])
@@ -66,7 +64,6 @@ def look_up(self, ids, multiply):
 
 
 @pytest.mark.parametrize("dense_first", [True, False])
-@levels
 def test_sparse_and_dense_gradients_of_one_parameter_add_up(level, dense_first):
     tied = loops.Body(look_up, table=nn.Embedding(5, 4, sparse=True))
     model, optimizer = loops.prepared(level, model=tied, loss_scale=8.0)
@@ -92,7 +89,6 @@ class Rotation(nn.Module):
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-@levels
 def test_complex_parameters_keep_their_type_and_get_true_gradients(level, passes):
     model, optimizer = loops.prepared(level, model=Rotation(), loss_scale=8.0)
     twin, _ = loops.prepared(level, model=Rotation(), loss_scale=1.0)
@@ -107,7 +103,6 @@ def test_complex_parameters_keep_their_type_and_get_true_gradients(level, passes
 
 
 @pytest.mark.parametrize("kind", ["sparse", "complex"])
-@levels
 def test_inf_in_such_a_gradient_skips_the_step(level, kind):
     if kind == "sparse":
         model, optimizer = embedding(level, "SparseAdam", loss_scale="dynamic")

@@ -24,7 +24,6 @@ def both(dtype):
     return model
 
 
-every_level = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 
 
@@ -39,7 +38,6 @@ def equal(first, second):
 
 
 @every_dtype
-@every_level
 def test_they_get_the_level_s_dtypes_train_and_give_back_the_values_that_arrived(level, dtype):
     for make in (lambda dtype: loops.Net().to(dtype), partly, both):
         model, expected = make(dtype), loops.Net()
@@ -95,7 +93,6 @@ def widened(model, optimizer, make_optimizer):
     return wide, other
 
 
-@every_level
 @pytest.mark.parametrize("name", MAKERS)
 def test_an_optimizer_with_16_bit_state_goes_on_as_one_with_that_state_in_fp32(level, name):
     make, model = MAKERS[name], loops.Net().bfloat16()

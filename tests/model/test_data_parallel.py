@@ -2,15 +2,12 @@
 
 import threading
 
-import pytest
 import torch
 from torch import nn
 
-from tests.model.cases import EPS, LEVELS, prepare
+from tests.model.cases import EPS, prepare
 from tests.support import loops
 from tests.support.reference.plain_loops import Loop
-
-every_level = pytest.mark.parametrize("level", LEVELS)
 
 
 def replicate(model):
@@ -50,7 +47,6 @@ class DataParallelOnCPU(nn.Module):
         return torch.cat(outputs)
 
 
-@every_level
 def test_without_gpus_the_wrapper_trains_as_its_model(level):
     model, optimizer = loops.prepared(level)
     wrapped = nn.DataParallel(model)
@@ -60,7 +56,6 @@ def test_without_gpus_the_wrapper_trains_as_its_model(level):
     assert loops.same(loops.masters(optimizer), loop.stepped)
 
 
-@every_level
 def test_replicas_in_threads_give_what_the_model_gives_and_train_it(level):
     model, optimizer = prepare(level)
     x = torch.cat([loops.batch(1)[0], loops.batch(2)[0]])
@@ -80,7 +75,6 @@ def test_replicas_in_threads_give_what_the_model_gives_and_train_it(level):
         assert (after - reference).abs().max() <= 4 * EPS[level] * moved + 1e-6
 
 
-@every_level
 def test_a_replicas_state_dict_is_that_of_a_plain_replica(level):
     expected = replicate(loops.net()).state_dict()
     model, _ = prepare(level)

@@ -8,11 +8,9 @@ import torch.nn.functional as F
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from apex import amp
-from tests.model.cases import CASTS_DOWN, EPS, LEVELS
+from tests.model.cases import CASTS_DOWN, EPS
 from tests.support import loops
 from tests.support.reference.plain_loops import Loop
-
-every_level = pytest.mark.parametrize("level", LEVELS)
 
 
 def inference(level, seed=0):
@@ -42,7 +40,6 @@ def sample_loss(forward):
     return loss
 
 
-@every_level
 def test_training_by_functional_call_is_training(level):
     model, optimizer = loops.prepared(level)
     loop = Loop(level, loops.net().parameters(), loops.sgd)
@@ -56,7 +53,6 @@ def test_training_by_functional_call_is_training(level):
     assert loops.same(loops.masters(optimizer), loop.stepped)
 
 
-@every_level
 def test_a_state_dict_is_taken_where_parameters_are_fp32_and_else_refused_with_the_remedy(level):
     model, x = inference(level), loops.batch()[0]
     if level in CASTS_DOWN:
@@ -68,7 +64,6 @@ def test_a_state_dict_is_taken_where_parameters_are_fp32_and_else_refused_with_t
         assert torch.equal(functional_call(model, model.state_dict(), (x,)), model(x))
 
 
-@every_level
 def test_gradients_per_sample_are_those_of_explicit_casts(level):
     model = inference(level)
     x, y = loops.batch()
@@ -82,7 +77,6 @@ def test_gradients_per_sample_are_those_of_explicit_casts(level):
     assert loops.same(got, expected)
 
 
-@every_level
 def test_an_ensemble_by_vmap_gives_what_its_models_give(level):
     models = amp.initialize([loops.net(seed) for seed in range(3)], opt_level=level, verbosity=0)
     plain = copy.deepcopy(models)

@@ -2,15 +2,12 @@
 
 import copy
 
-import pytest
 import torch
 from torch import fx
 
 from apex import amp
-from tests.model.cases import EPS, LEVELS, prepare
+from tests.model.cases import EPS, prepare
 from tests.support import loops
-
-every_level = pytest.mark.parametrize("level", LEVELS)
 
 
 class TwoGraphs(fx.GraphModule):
@@ -29,7 +26,6 @@ def x():
     return loops.batch()[0]
 
 
-@every_level
 def test_a_graph_trains_as_the_model_that_it_is_of_and_so_do_its_copies(level):
     model, optimizer = prepare(level)
     loops.train(model, optimizer)
@@ -43,7 +39,6 @@ def test_a_graph_trains_as_the_model_that_it_is_of_and_so_do_its_copies(level):
         torch.testing.assert_close(each(x()), expected, rtol=0.0, atol=8 * EPS[level] + 1e-6)
 
 
-@every_level
 def test_a_graph_compiled_anew_casts_as_before(level):
     model, optimizer = prepare(level, TwoGraphs(loops.net()))
     loops.train(model, optimizer)

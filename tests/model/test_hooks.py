@@ -9,7 +9,6 @@ from apex import amp
 from tests.support import loops
 from tests.support.reference.plain_loops import Loop
 
-every_level = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 before_and_after = pytest.mark.parametrize("when", ["before initialize", "after initialize"])
 
 
@@ -70,7 +69,6 @@ def plain_log():
 
 
 @before_and_after
-@every_level
 def test_every_hook_runs_once_in_order_and_in_the_level_s_dtypes_also_after_restore(level, when):
     rules, expected = loops.LEVELS[level], plain_log()
     log, model = Log(), loops.net()

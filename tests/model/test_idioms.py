@@ -11,7 +11,7 @@ from torch import nn
 from apex import amp
 from tests.model.idioms import IDIOMS
 from tests.model.test_data_parallel import replicate
-from tests.support.loops import saved_and_loaded, scaled_backward
+from tests.support.loops import at_levels, saved_and_loaded, scaled_backward
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
@@ -37,7 +37,7 @@ def test_a_prepared_model_does_what_its_class_does(name):
             assert type(model) is model.__class__
 
 
-every_level = pytest.mark.parametrize("level", LEVELS)
+level = at_levels(*LEVELS)
 
 
 class Failing(nn.Linear):
@@ -59,7 +59,6 @@ class Failing(nn.Linear):
         raise self.error("expected scalar type Half")
 
 
-@every_level
 @pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, ValueError])
 def test_an_error_of_the_model_keeps_its_text_and_its_lines(level, error):
     model = Failing(2, 2)
@@ -83,7 +82,6 @@ class Groups(nn.Linear):
         return [{"params": [self.weight]}, {"params": [self.bias], "lr": 0.2}]
 
 
-@every_level
 def test_a_model_whose_parameters_are_groups_trains_as_one_whose_are_not(level):
     trained = []
     for cls in (Groups, nn.Linear):
@@ -175,7 +173,6 @@ def calls_of(function):
     return count
 
 
-@every_level
 def test_a_forward_costs_the_same_beside_many_models(level):
     counts = []
     for number in (1, 50):

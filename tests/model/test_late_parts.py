@@ -24,7 +24,6 @@ def replace_head(model, optimizer):
     optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.05})
 
 
-@every_level
 def test_a_head_put_on_later_trains_with_its_group_from_its_exact_values(level):
     plain = loops.net()
     reference = loops.sgd(plain.parameters())
@@ -222,7 +221,6 @@ def test_an_error_names_parameters_that_were_cast_later():
 every_level = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 
 
-@every_level
 def test_a_materialized_model_trains_as_one_that_never_was_lazy(level):
     model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(affine=False), nn.LazyLinear(2))
     model(loops.batch()[0])
@@ -234,7 +232,6 @@ def test_a_materialized_model_trains_as_one_that_never_was_lazy(level):
     assert loops.same(*(loops.masters(optimizer) for _, optimizer in pairs))
 
 
-@every_level
 def test_a_group_of_lazy_parameters_is_refused_until_they_are_materialized(level):
     model, optimizer = prepare(level)
     model.append(nn.LazyLinear(2, dtype=next(model.parameters()).dtype))

@@ -9,9 +9,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from apex import amp
 from tests.model.nets import LOW, converted
-from tests.support.loops import Body, scaled_backward
+from tests.support.loops import Body, at_levels, scaled_backward
 
-LOW_LEVELS = pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+level = at_levels("O2", "O3", "O5")
 
 
 def messages(caplog):
@@ -38,7 +38,6 @@ def positions(table, persistent=True):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@LOW_LEVELS
 def test_buffers_that_lose_distinct_values_are_named_with_the_line(caplog, level, persistent):
     for wrap, named, line in (
         (nn.Sequential, "0.table", {"fp32_modules": ["0"]}),
@@ -62,7 +61,6 @@ def test_buffers_that_lose_none_are_not_named(caplog, table):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@LOW_LEVELS
 def test_frequencies_of_rotary_embeddings_stay_in_fp32(level, persistent):
     model = nn.Module()
     model.rotary = nn.Module()
@@ -94,7 +92,6 @@ ORDERLESS = {
 
 
 @pytest.mark.parametrize("name", ORDERLESS)
-@LOW_LEVELS
 def test_tables_without_an_order_are_not_named(caplog, level, name):
     converted(nn.Sequential(positions(ORDERLESS[name])), level)
     assert not messages(caplog)
@@ -158,7 +155,6 @@ class Codebook(nn.Module):
 
 
 @pytest.mark.parametrize("how", AVERAGES)
-@LOW_LEVELS
 def test_buffers_that_the_forward_writes_are_named_once_with_the_line(caplog, level, how):
     train_prepared(nn.Sequential(Codebook(how)), level=level, loss_scale=1.0)
     (text,) = messages(caplog)
@@ -213,7 +209,6 @@ class Momentum(nn.Module):
 
 @pytest.mark.parametrize("how", ["in place", "foreach", "data", "data in place"])
 @pytest.mark.parametrize("inside", [False, True])
-@LOW_LEVELS
 def test_a_momentum_teacher_is_named_once_with_the_line(caplog, level, how, inside):
     after = (lambda model: None) if inside else Momentum.follow
     train_prepared(Momentum(how, inside), level=level, after=after, loss_scale=1.0, steps=6)
@@ -285,7 +280,6 @@ class Overwrites(nn.Module):
         return y
 
 
-@LOW_LEVELS
 def test_buffers_that_are_overwritten_are_not_named(caplog, level):
     train_prepared(nn.Sequential(Overwrites()), level=level, loss_scale=1.0, steps=6)
     assert not messages(caplog)
@@ -361,7 +355,6 @@ class Encoder(nn.Module):
         return self.features(self.features(x) if twice else x)
 
 
-@LOW_LEVELS
 def test_an_error_of_mixed_dtypes_gets_a_note_in_forward_alone(level):
     model = converted(Encoder(), level)
     with pytest.raises(RuntimeError, match="dtype") as raised:
@@ -395,7 +388,6 @@ class Opaque(torch.Tensor):
         raise AssertionError(func)
 
 
-@LOW_LEVELS
 def test_frozen_weights_of_other_tensor_classes_are_left_alone(level):
     model = converted(nn.Sequential(nn.Linear(4, 4), nn.Identity()).requires_grad_(False), level)
     model[1].weight = nn.Parameter(Opaque(model[0].weight), requires_grad=False)
@@ -403,7 +395,6 @@ def test_frozen_weights_of_other_tensor_classes_are_left_alone(level):
         model(torch.ones(2, 4))
 
 
-@LOW_LEVELS
 def test_sparse_buffers_are_cast_and_saved_exactly(level):
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].register_buffer("edges", (torch.eye(4) / 3).to_sparse())

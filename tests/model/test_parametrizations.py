@@ -9,7 +9,6 @@ from apex import amp
 from tests.model.cases import CASTS_DOWN, EPS, SCALE, close, dtype_of, prepare, train_plain
 from tests.support import loops
 
-every_level = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 casting_levels = pytest.mark.parametrize("level", CASTS_DOWN)
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 
@@ -55,7 +54,6 @@ def trained_plain(wrap):
 
 
 @every_wrap
-@every_level
 def test_a_layer_wrapped_before_initialize_trains_saves_and_loads_as_in_fp32(level, wrap):
     plain, plain_optimizer = trained_plain(wrap)
     expected = weight_of(plain)
@@ -89,7 +87,6 @@ def test_parametrizations_may_compute_in_fp32_in_a_16_bit_model(level, wrap):
     assert close([weight_of(model)], [expected], eps=4 * EPS[level])
 
 
-@every_level
 def test_weight_norm_put_on_after_initialize_trains_by_a_group_of_its_own(level):
     def put_on(model, optimizer):
         parametrizations.weight_norm(model[0])
@@ -114,7 +111,6 @@ def take_off(model):
 
 
 @pytest.mark.parametrize("name", ["spectral_norm", "own", "pruned"])
-@every_level
 def test_between_restore_and_initialize_it_is_taken_off_for_good(level, name):
     plain, plain_optimizer = trained_plain(WRAPS[name])
     plain.eval()
@@ -133,7 +129,6 @@ def test_between_restore_and_initialize_it_is_taken_off_for_good(level, name):
     assert close([got[n] for n in names], [expected[n] for n in names], eps=8 * EPS[level])
 
 
-@every_level
 @pytest.mark.parametrize("restores", [False, True])
 def test_of_a_parametrized_root_it_is_taken_off(level, restores):
     model = parametrizations.weight_norm(nn.Linear(4, 2))

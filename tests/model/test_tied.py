@@ -11,8 +11,6 @@ from tests.model.cases import EPS, SCALE, close, prepare
 from tests.model.nets import Tied
 from tests.support import loops
 
-every_level = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
-
 
 def train_tied(model, optimizer, *, scaled=True):
     ids, targets = torch.tensor([[0, 3, 3, 4], [1, 4, 4, 0]])
@@ -26,7 +24,6 @@ def train_tied(model, optimizer, *, scaled=True):
         optimizer.step()
 
 
-@every_level
 def test_a_tied_weight_trains_saves_copies_and_is_restored_as_one(level):
     plain = Tied()
     model, optimizer = prepare(level, copy.deepcopy(plain))
@@ -83,7 +80,6 @@ def of_each(models):
 @pytest.mark.parametrize(
     ("make", "step"), [(of_all, joint_step), (of_each, joint_step), (of_each, steps_in_turn)]
 )
-@every_level
 def test_two_models_that_share_a_weight_train_as_in_fp32(level, make, step):
     found = []
     for scaled in (False, True):

@@ -92,7 +92,6 @@ def test_a_level_as_third_argument_is_a_truthy_enabled_and_runs_at_o1():
 # -- what comes back -------------------------------------------------------------------------
 
 
-@levels
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_the_same_objects_come_back_as_they_were_given(level, kind):
     model = loops.Net()
@@ -208,7 +207,6 @@ def test_fp32_as_model_type_at_o1_casts_the_models_inputs_and_outputs(given):
     assert (out["out"].dtype, out["taken"].dtype) == (FP32, torch.int64)
 
 
-@levels
 @pytest.mark.parametrize("dtype", [FP16, BF16, FP32, torch.float64])
 def test_outputs_have_the_dtype_that_is_asked_for(level, dtype):
     model, _ = loops.prepared(level, model=loops.Net(), cast_model_outputs=dtype)
@@ -304,7 +302,6 @@ def test_a_bad_value_is_refused_with_what_is_accepted(error, given, words):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@levels
 def test_bad_models_are_refused(level):
     model = loops.Net()
     words = "wrapped in DataParallel.*Call amp.initialize first, then wrap"
@@ -354,7 +351,6 @@ def test_a_model_that_shares_weights_with_one_of_an_earlier_call_is_refused(leve
         refused(RuntimeError, words, model, loops.sgd(first.parameters()), level=level)
 
 
-@levels
 def test_bad_optimizers_are_refused(level):
     model = loops.Net()
     optimizer = loops.sgd(model.parameters())

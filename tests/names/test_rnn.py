@@ -128,7 +128,6 @@ def test_states_carry_over_follow_the_batch_and_are_detached():
     assert all(state.shape[0] == 5 for cell in network.rnns for state in cell.hidden)
 
 
-@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 @pytest.mark.parametrize("kind", KINDS)
 def test_networks_train_under_amp(kind, level):
     network, x = kind(FEATURES, HIDDEN, 1), inputs()

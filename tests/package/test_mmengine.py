@@ -28,7 +28,6 @@ EXACT = {"rtol": 0, "atol": 0}
 pytestmark = pytest.mark.clients
 
 both_kinds = pytest.mark.parametrize("kind", [Ours, Theirs], ids=("ours", "mmengine"))
-all_levels = pytest.mark.parametrize("level", LEVELS)
 
 
 def net(seed=0):
@@ -100,7 +99,6 @@ def trained_by_hand(level, groups, **options):
 
 
 @both_kinds
-@all_levels
 @pytest.mark.parametrize("updates", [[[0], [1], [2], [3]], [[0, 1], [2, 3]]], ids=["", "by 2"])
 def test_it_trains_as_the_three_lines_do_which_share_the_loss(kind, level, updates):
     model, wrapper = wrapped(kind, level, accumulative_counts=len(updates[0]))
@@ -110,7 +108,6 @@ def test_it_trains_as_the_three_lines_do_which_share_the_loss(kind, level, updat
 
 
 @both_kinds
-@all_levels
 def test_clip_grad_sees_the_unscaled_gradients_of_the_masters(kind, level):
     model, wrapper = wrapped(kind, level, optimizer=None, clip_grad={"max_norm": 2.0**-10})
     wrapper.optimizer.param_groups[0]["lr"] = 1.0
@@ -181,7 +178,6 @@ def uninterrupted(kind, level, before, after):
 
 @pytest.mark.parametrize("first", [Ours, Theirs])
 @both_kinds
-@all_levels
 @pytest.mark.parametrize("when", ["before the first iteration", "after it"])
 def test_training_goes_on_exactly_from_a_checkpoint_of_either_class(first, kind, level, when):
     (weights, state), end = uninterrupted(first, level, range(2), range(2, 4))
@@ -233,7 +229,6 @@ def iterate_pair(nets, wrappers, steps):
             iterate(model, wrapper, [step])
 
 
-@all_levels
 def test_wrappers_of_a_dict_resume_each_with_its_own_scale(level):
     nets, wrappers = pair(Ours, level)
     iterate_pair(nets, wrappers, [0])
@@ -272,7 +267,6 @@ def train_on_rank(rank, level):
 
 
 @pytest.mark.distributed
-@all_levels
 def test_ranks_stay_together_and_learn_from_the_data_of_both(on_two_ranks, level):
     first, second = on_two_ranks(train_on_rank, level)
     assert first == second

@@ -6,6 +6,7 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -21,6 +22,7 @@ DYNAMIC = ("O1", "O2")
 WITH_MASTERS = ("O2", "O5")
 LEVELS_SHORT = ("O1", "O2", "O5")
 
+
 OPTIMIZERS = {
     "fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "Adam": lambda params: torch.optim.Adam(params, lr=1e-2),
@@ -32,6 +34,11 @@ OPTIMIZERS = {
     "LBFGS closure": lambda params: torch.optim.LBFGS(params, lr=0.3, max_iter=3),
     "SGD closure": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
 }
+
+
+def at_levels(*names):
+    """The ``level`` of a module: its tests run at these, where they do not say others."""
+    return pytest.fixture(params=names)(lambda request: request.param)
 
 
 def fused_adamw_of(params):
