@@ -8,7 +8,7 @@ import pytest
 from apex.amp import _amp_state
 from tests.support.emulation import emulate
 from tests.support.loops import LEVELS_SHORT, at_levels
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, run_alone
 
 level = at_levels(*LEVELS_SHORT)
 """Of every test that takes a level and has no others, in its decorators or its module."""
@@ -54,14 +54,13 @@ def on_two_ranks(two_processes, tmp_path):
 
 @pytest.fixture(scope="session")
 def pools(two_processes):
-    """Processes by their number."""
-    pools = {1: Ranks(1), 2: two_processes, 4: Ranks(4)}
-    yield pools
-    pools[1].stop()
-    pools[4].stop()
+    """Runners of functions by their number of processes."""
+    four_processes = Ranks(4)
+    yield {1: run_alone, 2: two_processes.run, 4: four_processes.run}
+    four_processes.stop()
 
 
 @pytest.fixture
 def on_ranks(pools, tmp_path):
-    """Calls ``fn(rank, *args)`` in one, two or four processes; returns their results."""
-    return lambda count, fn, *args: pools[count].run(tmp_path / f"store{count}", fn, *args)
+    """Calls ``fn(rank, *args)`` in this process, or in two or four; returns their results."""
+    return lambda count, fn, *args: pools[count](tmp_path / f"store{count}", fn, *args)

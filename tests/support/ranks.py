@@ -76,6 +76,14 @@ class Ranks:
         self.processes, self.pipes = [], []
 
 
+def run_alone(store, fn, *args):
+    """Returns what ``fn(0, *args)`` returned in this process, in a group of its own."""
+    done, result = answer(0, 1, "gloo", str(store), fn, args)
+    if not done:
+        raise AssertionError(result)
+    return [result]
+
+
 @contextlib.contextmanager
 def fake_group(rank, world_size):
     """One rank of a process group whose backend sends nothing."""

@@ -17,10 +17,10 @@ pytestmark = [
 ]
 
 
-def test_a_resumed_run_learns_on_also_on_another_number_of_ranks(on_ranks, tmp_path):
+def test_a_resumed_run_learns_on_also_on_another_number_of_ranks(on_two_ranks, on_ranks, tmp_path):
     def run(ranks, *arguments):
         options = ["--batch", 16, "--output", tmp_path / "sorter", *arguments]
-        on_these = functools.partial(on_ranks, ranks)
+        on_these = on_two_ranks if ranks == 2 else functools.partial(on_ranks, ranks)
         printed = run_script(on_these, EXAMPLES / "fsdp2/main.py", *options)
         found = re.search(rf"^{ranks} ranks, step \d+: loss (\S+)\n(\S+)% of", printed, re.M)
         return float(found[1]), float(found[2]) / 100
