@@ -201,6 +201,11 @@ class MasterPair:
         return rounding.exact_value(self.model, [self.master])
 
     @property
+    def model_writes(self) -> int:
+        """The number of counted writes to the model's parameter since the last sync."""
+        return self.model._version - self._model_version
+
+    @property
     def counts_as_synced(self) -> bool:
         """Whether neither side was written since the last step, as far as torch counts writes."""
         return (

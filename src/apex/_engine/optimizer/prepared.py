@@ -326,7 +326,6 @@ class PreparedOptimizer:
             self._check_closure()
         self.settle_overflow(takes=True)
         self.update_masters(before_step=True)
-        masters.mark_trained(self.pairs)
         uncast = ambient.UncastBlock()
         optimizer: Any = self.optimizer
         overrides: AbstractContextManager[Any] = nullcontext()
@@ -351,6 +350,7 @@ class PreparedOptimizer:
             # Not only before the step: a hook may have run the model meanwhile.
             masters.round_masters(written)
         self.overflow.consume(skipped)
+        masters.mark_trained(self.pairs)
         if self._captured is not None:
             self._await_replay(self._captured)
         return result

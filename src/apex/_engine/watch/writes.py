@@ -200,14 +200,15 @@ class Writes:
             is_trained = pair is not None and pair.state is MasterState.TRAINED
             if is_trained or not is_counted or not is_readable(tensor):
                 continue
-            version = tensor._version, tensor.data_ptr()
+            writes = tensor._version if pair is None else pair.model_writes
+            version = writes, tensor.data_ptr()
             last, was_changed = self._versions.get(name, (version, False))
             is_changed = last != version
             self._versions[name] = version, is_changed
             if is_changed and was_changed:
                 yield name, tensor
             if isinstance(tensor, nn.Parameter) and not is_sampled:
-                self._send_comparison((name, version), tensor)
+                self._send_comparison((name, (tensor._version, version)), tensor)
                 is_sampled = True
 
     def _send_comparison(self, key: tuple[str, Any], tensor: Tensor) -> None:
