@@ -264,6 +264,50 @@ def test_many_small_gradients_add_up_in_fp32(level, kind):
     assert [master.grad[0].item() for master in amp.master_params(optimizer)] == [300.0, 300.0]
 
 
+def collected(training):
+    """A list of the gradients, as scripts keep it for ``torch._foreach_`` functions."""
+    return [param.grad for param in training.side("model")]
+
+
+def views_of_a_flat_tensor(training):
+    params = training.side("model")
+    flat = torch.zeros(sum(map(torch.numel, params)))
+    views = flat.split([param.numel() for param in params])
+    for param, view in zip(params, views, strict=True):
+        param.grad = view.view_as(param)
+    return [flat]
+
+
+@pytest.mark.parametrize("compute", ["block", "plain"])
+@pytest.mark.parametrize("read", ["model", "masters"])
+@levels
+def test_a_gradient_stays_the_tensor_that_a_script_keeps(level, read, compute):
+    training = Training(level)
+    training.block(*ONE)
+    kept = collected(training)
+    for factors in (TWO, ONE):
+        torch._foreach_zero_(kept)
+        getattr(training, compute)(*factors)
+        getattr(training, compute)(*factors)
+        assert training.grads(read) == [2.0 * factor for factor in factors]
+        torch._foreach_mul_(kept, 0.5)
+        training.optimizer.step()
+        assert training.grads("model") == [*factors]
+    expected = [1.0 - 0.1 * (a + b) for a, b in zip(ONE, TWO, strict=True)]
+    assert training.weights() == pytest.approx(expected, rel=4e-3)
+
+
+@pytest.mark.parametrize("level", ["O1", "O1 dynamic", "O4"])
+def test_gradients_stay_views_of_a_flat_tensor(level):
+    training = Training(level)
+    [flat] = views_of_a_flat_tensor(training)
+    for factors in (ONE, TWO):
+        flat.zero_()
+        training.block(*factors)
+        training.block(*factors)
+        assert flat.view(4, -1)[:, 0].tolist() == [2.0 * factor for factor in factors]
+
+
 # -- 3: nothing outside a block is scaled ----------------------------------------------------
 
 

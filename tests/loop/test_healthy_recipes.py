@@ -164,6 +164,16 @@ def average_of_masters(level):
     fit(model, optimizer, update)
 
 
+def masters_written_by_hand(level):
+    model, optimizer = pair_at(level)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loops.scaled_backward(loss_of(model), optimizer)
+        with torch.no_grad():
+            for param in amp.master_params(optimizer):
+                param.sub_(param.grad, alpha=1e-2)
+
+
 def stochastic_weight_averaging(level):
     model, optimizer = pair_at(level)
     average = AveragedModel(amp.restore(copy.deepcopy(model)))

@@ -217,10 +217,11 @@ def test_a_momentum_teacher_is_named_once_with_the_line(caplog, level, how, insi
     assert "fp32_modules=['teacher']" in text
 
 
+@pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_teacher_that_is_a_model_of_its_own_is_named(caplog, level):
+def test_a_teacher_that_is_a_model_of_its_own_is_named(caplog, level, frozen):
     student = nn.Sequential(nn.Linear(4, 4))
-    teacher = copy.deepcopy(student).requires_grad_(False).eval()
+    teacher = copy.deepcopy(student).requires_grad_(not frozen).eval()
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
     amp.initialize([student, teacher], optimizer, opt_level=level, verbosity=0)
     for _ in range(40):

@@ -201,6 +201,11 @@ class MasterPair:
         return rounding.exact_value(self.model, [self.master])
 
     @property
+    def model_writes(self) -> int:
+        """The number of counted writes to the model's parameter since the last sync."""
+        return self.model._version - self._model_version
+
+    @property
     def counts_as_synced(self) -> bool:
         """Whether neither side was written since the last step, as far as torch counts writes."""
         return (
@@ -363,7 +368,19 @@ def widen_grads(pairs: Iterable[MasterPair]) -> None:
             return
         for model, wide in zip(models, fp32_copies(grads, masters), strict=True):
             model.grad_dtype = None  # torch.utils.swap_tensors drops it
-            model.grad = wide
+            _replace_grad(model, wide)
+
+
+def _replace_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Replaces a gradient in its tensor, which a script may keep.
+
+    Not in one with a graph, nor in a view, which DistributedDataParallel writes.
+    """
+    grad = param.grad
+    if grad is None or value.requires_grad or value.is_sparse or grad._is_view():
+        param.grad = value
+    else:
+        grad.data = value
 
 
 def widen_nonzero_grads(pairs: Iterable[MasterPair]) -> None:
@@ -388,12 +405,11 @@ def mark_zeros(pairs: Iterable[MasterPair]) -> None:
     """Records that the gradients that are left are zero; makes them 16-bit."""
     for pair in pairs:
         grad = pair.model.grad
-        if grad is None:
-            continue
-        if grad.dtype is torch.float32:
-            grad = torch.zeros_like(pair.model)
-            pair.model.grad = grad
-        vars(grad)[_ZERO] = grad._version
+        if grad is not None and grad.dtype is torch.float32:
+            _replace_grad(pair.model, torch.zeros_like(pair.model))
+            grad = pair.model.grad
+        if grad is not None:
+            vars(grad)[_ZERO] = grad._version
 
 
 def is_zero(grad: Tensor | None) -> bool:

@@ -17,7 +17,8 @@ class Stash:
 
     def __init__(self) -> None:
         """Starts empty."""
-        self._grads: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        # The last one has the values: it is a copy if the next pass may overwrite them.
+        self._grads: dict[int, tuple[nn.Parameter, Tensor, Tensor]] = {}
 
     def put_aside(
         self, params: Iterable[nn.Parameter], is_reused: Callable[[Tensor], bool]
@@ -29,12 +30,12 @@ class Stash:
             is_reused: Tells whether a wrapper writes the gradients of the next pass of a parameter
                 to the memory of this one.
         """
-        taken: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        taken: dict[int, tuple[nn.Parameter, Tensor, Tensor]] = {}
         for param in params:
             grad = param.grad
             if grad is not None and not is_zero(grad):
-                taken[id(param)] = param, _own_memory(grad, is_reused(param))
-        for param, _ in taken.values():  # memory did not run out
+                taken[id(param)] = param, grad, _own_memory(grad, is_reused(param))
+        for param, _, _ in taken.values():  # memory did not run out
             param.grad = None
         self._grads.update(taken)
 
@@ -45,11 +46,14 @@ class Stash:
 
     def remove_new(self) -> None:
         """Removes what a pass that failed has put in the place of those put aside."""
-        for param, _ in self._grads.values():
+        for param, _, _ in self._grads.values():
             param.grad = None
 
     def give_back(self, pair_of: Callable[[Tensor], MasterPair | None]) -> None:
-        """Adds the gradients to the parameters', in fp32 where there is a master."""
+        """Adds the parameters' gradients to those put aside, in fp32 where there is a master.
+
+        The sum is in the tensor from before, as autograd's own: scripts keep it, or clear it.
+        """
         if not self._grads:
             return
         entries = [*self._grads.values()]
@@ -57,15 +61,21 @@ class Stash:
         params: list[nn.Parameter] = []
         grads: list[Tensor] = []
         pairs: list[MasterPair] = []
-        for param, grad in entries:
-            params.append(param)
-            grads.append(grad)
-            pair = pair_of(param)
-            if pair is not None:
-                pairs.append(pair)
         with without_overrides():
+            for param, _, values in entries:
+                if param.grad is not None:
+                    params.append(param)
+                    grads.append(param.grad)
+                param.grad = values
+                pair = pair_of(param)
+                if pair is not None:
+                    pairs.append(pair)
             widen_grads(pairs)
             add_grads(params, grads)
+            for param, grad, values in entries:
+                if grad is not values and grad.dtype is values.dtype:  # it is a view
+                    grad.copy_(values)
+                    param.grad = grad
 
 
 def _own_memory(grad: Tensor, is_reused: bool) -> Tensor:

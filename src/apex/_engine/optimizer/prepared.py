@@ -424,7 +424,9 @@ class PreparedOptimizer:
     def keep_captured(self) -> None:
         """Keeps the gradients of a block that a CUDA graph captures, for steps after replays."""
         models = [pair.model for pair in self.pairs]
-        self._captured = [(param, param.grad) for param in models if param.grad is not None]
+        self._captured = [
+            (param, param.grad.detach()) for param in models if param.grad is not None
+        ]
 
     @untraced
     def _check_captured(self) -> None:
@@ -449,7 +451,7 @@ class PreparedOptimizer:
     def _await_replay(self, captured: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Restores, after a step, what the next replay of a CUDA graph writes in place."""
         for param, grad in captured:
-            param.grad = grad
+            param.grad = grad.detach()  # which may become fp32
         self.overflow.await_replay()
 
     @untraced

@@ -1,8 +1,8 @@
 """What a 16-bit model loses: small changes of buffers, writes into cast arguments, whole numbers.
 
 The first forward passes show what is lost, by the version counters of tensors and without a host
-sync. torch does not count writes through ``tensor.data``. So a sample of one frozen weight is
-compared between passes, too.
+sync. torch does not count writes through ``tensor.data``. So a sample of one weight that no
+optimizer trains is compared between passes, too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from apex._core.arguments import positional_names
 from apex._core.samples import sample
 from apex._engine.conversion.plan import WIDE
 from apex._engine.conversion.state import ModelState
+from apex._engine.masters import MasterState
 from apex._engine.scaler import Readback
 from apex._engine.watch.sums import Mark, Sums
 from apex._torch.copies import is_readable
@@ -101,7 +102,8 @@ class Writes:
 
     A write that replaces a tensor as a whole (a cache, a checkpoint) loses nothing, but averages
     and counters do. So buffers that were written in two passes in a row are watched in the next
-    pass, by :class:`Sums`. Frozen weights are written between the passes, by loads or averages.
+    pass, by :class:`Sums`. Weights that no optimizer trains are written between the passes, by
+    loads or averages.
     """
 
     def __init__(self) -> None:
@@ -182,29 +184,31 @@ class Writes:
     def _written_again(self, model: nn.Module, state: ModelState) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors that were written both before this pass and before the last one.
 
-        These are frozen weights and, in training, buffers, but no parameters that an optimizer
-        trains.
+        These are weights that no optimizer trains, such as a target network's, and, in training,
+        buffers.
         """
         watched: list[tuple[str, Tensor]] = []
         for name, param in named_parameters(model):
-            if not param.requires_grad:
+            if state.session.policy.master_weights or not param.requires_grad:
                 watched.append((name, param))
         if model.training:
             watched += _buffers(model)
         is_sampled = False
         for name, tensor in watched:
             is_counted = dtypes.is_low_precision(tensor) and not tensor.is_inference()
-            has_master = state.session.masters.pair_of(tensor) is not None
-            if has_master or not is_counted or not is_readable(tensor):
+            pair = state.session.masters.pair_of(tensor)
+            is_trained = pair is not None and pair.state is MasterState.TRAINED
+            if is_trained or not is_counted or not is_readable(tensor):
                 continue
-            version = tensor._version, tensor.data_ptr()
+            writes = tensor._version if pair is None else pair.model_writes
+            version = writes, tensor.data_ptr()
             last, was_changed = self._versions.get(name, (version, False))
             is_changed = last != version
             self._versions[name] = version, is_changed
             if is_changed and was_changed:
                 yield name, tensor
             if isinstance(tensor, nn.Parameter) and not is_sampled:
-                self._send_comparison((name, version), tensor)
+                self._send_comparison((name, (tensor._version, version)), tensor)
                 is_sampled = True
 
     def _send_comparison(self, key: tuple[str, Any], tensor: Tensor) -> None:
