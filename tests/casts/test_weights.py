@@ -294,16 +294,92 @@ def test_another_thread_sees_what_this_one_wrote(level):
     compare(scenario, level, ["initialize"])  # the others cast in their own thread
 
 
-def test_two_sessions_cast_a_shared_weight_to_their_own_dtypes():
+class Outer(nn.Module):
+    def __init__(self, layer, inner):
+        super().__init__()
+        self.layer = layer
+        self.hidden = [inner]
+
+    def forward(self, x):
+        return self.layer(x), self.hidden[0](x), self.layer(x)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_two_sessions_cast_a_shared_weight_to_their_own_dtypes(mode):
+    """Also where the forward pass of one is inside the other's."""
     layer = nn.Linear(4, 4)
-    first = amp.initialize(nn.Sequential(layer), opt_level="O4", verbosity=0)
-    second = amp.initialize(nn.Sequential(layer), opt_level="O1", verbosity=0, loss_scale=1.0)
+    inner = amp.initialize(nn.Sequential(layer), opt_level="O4", verbosity=0)
+    outer = amp.initialize(Outer(layer, inner), opt_level="O1", verbosity=0, loss_scale=1.0)
+    held = []
     for _ in range(2):
-        for model, low in ((first, torch.bfloat16), (second, torch.float16)):
-            output = model(X)
+        with mode():
+            outputs = [*outer(X), inner(X)]
+        for output, low in zip(outputs, 2 * [torch.float16, torch.bfloat16], strict=True):
             with amp.disable_casts():
                 wanted = F.linear(*(t.to(low) for t in (X, layer.weight, layer.bias)))
-            assert torch.equal(output, wanted)
+            assert same(output, wanted)
+        held.append(outputs)
+        layer.weight.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("level", LOW)
+def test_a_model_that_only_the_forward_of_another_calls_is_cast_again(level):
+    layer = nn.Linear(4, 4)
+    inner, _ = prepared(level, model=nn.Sequential(layer), loss_scale=1.0)
+    outer, _ = prepared(level, model=Outer(nn.Linear(4, 4), inner), loss_scale=1.0)
+    first = outer(X)
+    layer.weight.data.mul_(0.5)
+    _, second, _ = outer(X)
+    with amp.disable_casts():
+        wanted = F.linear(*(t.to(LOW[level]) for t in (X, layer.weight, layer.bias)))
+    assert torch.equal(second, wanted)
+    del first
+
+
+class Subclass(nn.Parameter):
+    pass
+
+
+def with_subclass(model):
+    model.extra = Subclass(torch.ones(2))
+
+
+def with_sparse(model):
+    model.extra = nn.Parameter(torch.eye(2).to_sparse())
+
+
+def as_views(model):
+    """As for a bucket of gradients, or ``vector_to_parameters``."""
+    params = [*model.parameters()]
+    vector = torch.cat([param.detach().flatten() for param in params])
+    nn.utils.vector_to_parameters(vector, params)
+
+
+@pytest.mark.parametrize("level", LOW)
+@pytest.mark.parametrize("change", [with_subclass, with_sparse, as_views])
+def test_a_write_is_seen_whatever_the_weights_are(change, level):
+    def scenario(model, optimizer):
+        change(model)
+        first = model(X)
+        counted(model, optimizer)
+        second = model(X)
+        for param in (model.first.bias, model.conv.weight, model.factor):
+            param.data.mul_(0.5)
+        return [first, second, model(X)]
+
+    compare(scenario, level)
+
+
+@pytest.mark.parametrize("level", LOW)
+def test_a_write_into_a_view_of_a_cast_stays_there(level):
+    def scenario(model, optimizer):
+        factor = model.factor.to(model.low) if isinstance(model, ByHand) else model.factor
+        view = torch.einsum("ij->ji", factor)
+        held = model(X)
+        view.mul_(2)
+        return [held, view.float(), model(X)]
+
+    compare(scenario, level)
 
 
 @pytest.mark.parametrize("level", LOW)
