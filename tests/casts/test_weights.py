@@ -304,21 +304,30 @@ class Outer(nn.Module):
         return self.layer(x), self.hidden[0](x), self.layer(x)
 
 
+def all_same(outputs, layer, dtypes):
+    """Whether each output is the layer's, by hand, in its dtype."""
+    with amp.disable_casts():
+        tensors = X, layer.weight, layer.bias
+        wanted = [F.linear(*(tensor.to(dtype) for tensor in tensors)) for dtype in dtypes]
+    return same([*outputs], wanted)
+
+
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-def test_two_sessions_cast_a_shared_weight_to_their_own_dtypes(mode):
-    """Also where the forward pass of one is inside the other's."""
+@pytest.mark.parametrize("level", LOW)
+def test_two_sessions_cast_a_shared_weight_to_their_own_dtypes(level, mode):
+    """Also where the forward pass of one is inside the other's, or in a block of the script."""
     layer = nn.Linear(4, 4)
-    inner = amp.initialize(nn.Sequential(layer), opt_level="O4", verbosity=0)
-    outer = amp.initialize(Outer(layer, inner), opt_level="O1", verbosity=0, loss_scale=1.0)
+    other = "O4" if level == "O1" else "O1"
+    low, other_low = LOW[level], LOW[other]
+    inner, _ = prepared(other, model=nn.Sequential(layer), loss_scale=1.0)
+    with torch.autocast("cpu", low, cache_enabled=True):
+        assert all_same([layer(X), inner(X), layer(X)], layer, [low, other_low, low])
+    outer, _ = prepared(level, model=Outer(layer, inner), loss_scale=1.0)
     held = []
     for _ in range(2):
         with mode():
-            outputs = [*outer(X), inner(X)]
-        for output, low in zip(outputs, 2 * [torch.float16, torch.bfloat16], strict=True):
-            with amp.disable_casts():
-                wanted = F.linear(*(t.to(low) for t in (X, layer.weight, layer.bias)))
-            assert same(output, wanted)
-        held.append(outputs)
+            held.append([*outer(X), inner(X)])
+        assert all_same(held[-1], layer, [low, other_low, low, other_low])
         layer.weight.data.mul_(0.5)
 
 
@@ -327,13 +336,10 @@ def test_a_model_that_only_the_forward_of_another_calls_is_cast_again(level):
     layer = nn.Linear(4, 4)
     inner, _ = prepared(level, model=nn.Sequential(layer), loss_scale=1.0)
     outer, _ = prepared(level, model=Outer(nn.Linear(4, 4), inner), loss_scale=1.0)
-    first = outer(X)
+    held = outer(X)
     layer.weight.data.mul_(0.5)
-    _, second, _ = outer(X)
-    with amp.disable_casts():
-        wanted = F.linear(*(t.to(LOW[level]) for t in (X, layer.weight, layer.bias)))
-    assert torch.equal(second, wanted)
-    del first
+    assert all_same([outer(X)[1]], layer, [LOW[level]])
+    del held
 
 
 class Subclass(nn.Parameter):

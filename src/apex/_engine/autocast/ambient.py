@@ -98,10 +98,11 @@ class ForwardCasts(Casts):
         super().__enter__()
         self._depth = _here.depth
         is_inside = self._depth > 0
-        if not is_inside:
+        _, enabled, dtype = self._before[0]
+        if self._caches and enabled and dtype is not self._dtype:
+            torch.set_autocast_cache_enabled(False)  # it has casts to the dtype around
+        elif not is_inside:
             torch.set_autocast_cache_enabled(weight_cache_is_safe)
-        elif self._before[0][2] is not self._dtype:
-            torch.set_autocast_cache_enabled(False)  # it has casts to another dtype
         if torch.is_autocast_cache_enabled():
             self._shares = shared.begin_forward(*self._forward, is_inside)
         _here.depth = torch.autocast_increment_nesting()
