@@ -521,9 +521,9 @@ def test_a_loop_keeps_what_autocast_keeps(name, level):
 
 @pytest.mark.skipif(TORCH_VERSION < (2, 11), reason="this torch casts a weight at each use")
 @pytest.mark.parametrize("level", LOW)
-def test_models_share_the_casts_of_their_common_weight(level):
+def test_a_model_and_its_part_share_casts_as_models(level):
     layer = nn.Linear(8, 8)
-    models = [nn.Sequential(layer), nn.Sequential(layer)]
+    models = [nn.Sequential(layer), layer]
     step = lambda models, x: torch.tanh(models[1](models[0](x).float()))  # noqa: E731
     with torch.autocast("cpu", LOW[level]):
         wanted = kept_in_a_loop(step, models)
