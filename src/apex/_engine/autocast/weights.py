@@ -151,8 +151,7 @@ class _Weights:
         values: list[Tensor | None] = []
         for table in self._tables:
             values += table.values()
-        # torch's cache has no weights without gradients.
-        weights = [weight for weight in values if weight is not None and weight.requires_grad]
+        weights = [weight for weight in values if weight is not None]
         if not _PLAIN.issuperset(map(type, weights)):
             return None
         try:
