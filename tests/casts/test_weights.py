@@ -287,16 +287,98 @@ def test_another_thread_sees_what_this_one_wrote(level):
     compare(scenario, level, ["initialize"])  # the others cast in their own thread
 
 
-def test_two_sessions_cast_a_shared_weight_to_their_own_dtypes():
+class Outer(nn.Module):
+    def __init__(self, layer, inner):
+        super().__init__()
+        self.layer = layer
+        self.hidden = [inner]
+
+    def forward(self, x):
+        return self.layer(x), self.hidden[0](x), self.layer(x)
+
+
+def all_same(outputs, layer, dtypes):
+    """Whether each output is the layer's, by hand, in its dtype."""
+    with amp.disable_casts():
+        tensors = X, layer.weight, layer.bias
+        wanted = [F.linear(*(tensor.to(dtype) for tensor in tensors)) for dtype in dtypes]
+    return same([*outputs], wanted)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("level", LOW)
+def test_two_sessions_cast_a_shared_weight_to_their_own_dtypes(level, mode):
+    """Also where the forward pass of one is inside the other's, or in a block of the script."""
     layer = nn.Linear(4, 4)
-    first = amp.initialize(nn.Sequential(layer), opt_level="O4", verbosity=0)
-    second = amp.initialize(nn.Sequential(layer), opt_level="O1", verbosity=0, loss_scale=1.0)
+    other = "O4" if level == "O1" else "O1"
+    low, other_low = LOW[level], LOW[other]
+    inner, _ = prepared(other, model=nn.Sequential(layer), loss_scale=1.0)
+    with torch.autocast("cpu", low, cache_enabled=True):
+        assert all_same([layer(X), inner(X), layer(X)], layer, [low, other_low, low])
+    outer, _ = prepared(level, model=Outer(layer, inner), loss_scale=1.0)
+    held = []
     for _ in range(2):
-        for model, low in ((first, torch.bfloat16), (second, torch.float16)):
-            output = model(X)
-            with amp.disable_casts():
-                wanted = F.linear(*(t.to(low) for t in (X, layer.weight, layer.bias)))
-            assert torch.equal(output, wanted)
+        with mode():
+            held.append([*outer(X), inner(X)])
+        assert all_same(held[-1], layer, [low, other_low, low, other_low])
+        layer.weight.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("level", LOW)
+def test_a_model_that_only_the_forward_of_another_calls_is_cast_again(level):
+    layer = nn.Linear(4, 4)
+    inner, _ = prepared(level, model=nn.Sequential(layer), loss_scale=1.0)
+    outer, _ = prepared(level, model=Outer(nn.Linear(4, 4), inner), loss_scale=1.0)
+    held = outer(X)
+    layer.weight.data.mul_(0.5)
+    assert all_same([outer(X)[1]], layer, [LOW[level]])
+    del held
+
+
+class Subclass(nn.Parameter):
+    pass
+
+
+def with_subclass(model):
+    model.extra = Subclass(torch.ones(2))
+
+
+def with_sparse(model):
+    model.extra = nn.Parameter(torch.eye(2).to_sparse())
+
+
+def as_views(model):
+    """As for a bucket of gradients, or ``vector_to_parameters``."""
+    params = [*model.parameters()]
+    vector = torch.cat([param.detach().flatten() for param in params])
+    nn.utils.vector_to_parameters(vector, params)
+
+
+@pytest.mark.parametrize("level", LOW)
+@pytest.mark.parametrize("change", [with_subclass, with_sparse, as_views])
+def test_a_write_is_seen_whatever_the_weights_are(change, level):
+    def scenario(model, optimizer):
+        change(model)
+        first = model(X)
+        counted(model, optimizer)
+        second = model(X)
+        for param in (model.first.bias, model.conv.weight, model.factor):
+            param.data.mul_(0.5)
+        return [first, second, model(X)]
+
+    compare(scenario, level)
+
+
+@pytest.mark.parametrize("level", LOW)
+def test_a_write_into_a_view_of_a_cast_stays_there(level):
+    def scenario(model, optimizer):
+        factor = model.factor.to(model.low) if isinstance(model, ByHand) else model.factor
+        view = torch.einsum("ij->ji", factor)
+        held = model(X)
+        view.mul_(2)
+        return [held, view.float(), model(X)]
+
+    compare(scenario, level)
 
 
 def test_a_weight_that_the_forward_writes_is_cast_again(level):
@@ -427,9 +509,9 @@ def test_a_loop_keeps_what_autocast_keeps(name, level):
 
 
 @pytest.mark.skipif(TORCH_VERSION < (2, 11), reason="this torch casts a weight at each use")
-def test_models_share_the_casts_of_their_common_weight(level):
+def test_a_model_and_its_part_share_casts_as_models(level):
     layer = nn.Linear(8, 8)
-    models = [nn.Sequential(layer), nn.Sequential(layer)]
+    models = [nn.Sequential(layer), layer]
     step = lambda models, x: torch.tanh(models[1](models[0](x).float()))  # noqa: E731
     with torch.autocast("cpu", LOW[level]):
         wanted = kept_in_a_loop(step, models)

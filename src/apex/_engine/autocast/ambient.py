@@ -96,10 +96,15 @@ class ForwardCasts(Casts):
     @untraced
     def __enter__(self) -> Casts:
         super().__enter__()
-        torch.set_autocast_cache_enabled(weight_cache_is_safe)
         self._depth = _here.depth
-        if self._depth == 0:
-            self._shares = shared.begin_forward(*self._forward)
+        is_inside = self._depth > 0
+        _, enabled, dtype = self._before[0]
+        if self._caches and enabled and dtype is not self._dtype:
+            torch.set_autocast_cache_enabled(False)  # it has casts to the dtype around
+        elif not is_inside:
+            torch.set_autocast_cache_enabled(weight_cache_is_safe)
+        if torch.is_autocast_cache_enabled():
+            self._shares = shared.begin_forward(*self._forward, is_inside)
         _here.depth = torch.autocast_increment_nesting()
         return self
 

@@ -63,7 +63,7 @@ class SharedCasts:
             return to_dtype(tensor, dtype)
         key = state, dtype, current_stream(tensor.device)
         shared = self._saved.get(key)
-        if shared is not None:
+        if shared is not None and shared._version == 0:  # a view of it may be written
             shared._fix_weakref()  # type: ignore[attr-defined]  # a graph may own it
             return shared
         shared = to_dtype(tensor, dtype)
@@ -71,17 +71,27 @@ class SharedCasts:
         self._saved[key] = shared
         return shared
 
-    def begin_forward(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
-        """Begins a forward pass; returns whether it shares the casts of torch's cache."""
+    def begin_forward(
+        self, model: nn.Module, device: torch.device, dtype: torch.dtype, is_inside: bool
+    ) -> bool:
+        """Begins a forward pass; returns whether it shares the casts of torch's cache.
+
+        Args:
+            model: Its model.
+            device: A device of the model.
+            dtype: The dtype of its casts.
+            is_inside: Whether it is inside another forward pass with casts to this dtype.
+        """
         if not torch.is_grad_enabled() or backward_id() != -1 or is_recorded(device):
             if self._hook() is not None:
                 torch.set_autocast_cache_enabled(False)  # until the forward ends
             return False
         place = dtype, current_stream(device)
-        is_valid = self._hook() is not None
+        is_valid = is_inside or self._hook() is not None
         for weights, state in [*self._cached.items()]:
             if is_valid:
-                is_valid = state == (weights.state(), place)
+                now = weights.state()
+                is_valid = now is not None and state == (now, place)
         if not is_valid:
             self._clear_cache()
         weights = self._weights_of(model)
@@ -159,10 +169,10 @@ class _Weights:
 def _sample(weight: Tensor, address: int) -> Any:
     """Returns the memory of a weight's first elements, which does not keep the weight alive."""
     size = 0
+    storage = weight.untyped_storage()
     # An address of 0 means that the memory is freed, which an offset would hide.
-    if weight.is_cpu and address != 0 and weight.storage_offset() == 0:
-        # The elements of an expanded tensor share memory.
-        size = weight.nbytes if weight.is_contiguous() else weight.element_size()
+    if weight.is_cpu and address != 0 and storage.data_ptr() != 0:
+        size = storage.data_ptr() + storage.nbytes() - address
     return (ctypes.c_char * min(size, _SAMPLE)).from_address(address)
 
 
