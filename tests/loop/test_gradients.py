@@ -280,7 +280,6 @@ def views_of_a_flat_tensor(training):
 
 @pytest.mark.parametrize("compute", ["block", "plain"])
 @pytest.mark.parametrize("read", ["model", "masters"])
-@levels
 def test_a_gradient_stays_the_tensor_that_a_script_keeps(level, read, compute):
     training = Training(level)
     training.block(*ONE)
