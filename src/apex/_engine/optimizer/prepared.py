@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._core.param_groups import exchange, is_trained, move_state, params_of
@@ -94,6 +95,10 @@ class PreparedOptimizer:
         self.steps = 0
         # An optimizer inside another steps as a part of its step.
         self.stepping = False
+        # The present step, if it runs by blocks.
+        self._blocks: BlockStep | None = None
+        # Whether the present step has rounded masters into the model, before a script's hooks.
+        self._has_rounded = False
         # Whether torch's GradScaler has looked at it since its last step.
         self.asked_by_grad_scaler = False
         # Gradients of a block that a CUDA graph has captured without the step: each replay writes
@@ -325,18 +330,22 @@ class PreparedOptimizer:
         else:  # its own pass may continue an unfinished one
             self._check_closure()
         self.settle_overflow(takes=True)
-        self.update_masters(before_step=True)
-        uncast = ambient.UncastBlock()
         optimizer: Any = self.optimizer
+        # An optimizer whose constructor was not called has none, and dynamo would trace ours.
+        has_hooks = "_optimizer_step_post_hooks" in vars(optimizer) and not is_compiling_here()
+        self.update_masters(before_step=not has_hooks)
+        uncast = ambient.UncastBlock()
         overrides: AbstractContextManager[Any] = nullcontext()
-        blocks: BlockStep | None = None
+        hooks: Sequence[RemovableHandle] = ()
         self.steps += 1
         self.stepping = True
         try:
             if closure is not None:
                 run = functools.partial(run, self._evaluation(uncast.with_casts(closure)))
             elif self.pairs:
-                overrides, blocks = self._show_grads(optimizer)
+                overrides = self._show_grads(optimizer)
+            if self.pairs and has_hooks:
+                hooks = self._hook(optimizer)
             with uncast, overrides:
                 result, skipped = self._run_unless_overflow(optimizer, run)
         except RuntimeError as error:
@@ -346,9 +355,11 @@ class PreparedOptimizer:
         finally:
             self.stepping = False
             self.asked_by_grad_scaler = False
-            written = self.pairs if blocks is None else blocks.end()
-            # Not only before the step: a hook may have run the model meanwhile.
-            masters.round_masters(written)
+            for handle in hooks:
+                handle.remove()
+            if not self._has_rounded:  # it has raised, or torch has run no hooks
+                masters.round_masters(self._end_blocks())
+            self._has_rounded = False
         self.overflow.consume(skipped)
         masters.mark_trained(self.pairs)
         if self._captured is not None:
@@ -356,21 +367,47 @@ class PreparedOptimizer:
         return result
 
     @untraced_frame
-    def _show_grads(self, optimizer: Any) -> tuple[AbstractContextManager[Any], BlockStep | None]:
+    def _show_grads(self, optimizer: Any) -> AbstractContextManager[Any]:
         """Makes the masters' gradients fp32, by blocks in the step itself where that saves memory.
 
         Returns the context of the step.
         """
         if is_compiling_here():
             masters.widen_grads(self.pairs)
-            return masters.shown(self.pairs), None
-        blocks = block_step.begin(optimizer, self.pairs)
-        if blocks is None:
+            return masters.shown(self.pairs)
+        self._blocks = block_step.begin(optimizer, self.pairs)
+        if self._blocks is None:
             masters.widen_grads(self.pairs)
         # Others may keep state in subclasses of tensors.
         if optimizer.__class__.__module__.startswith(("torch.optim.", "apex.optimizers.")):
-            return without_overrides(), blocks
-        return nullcontext(), blocks
+            return without_overrides()
+        return nullcontext()
+
+    @untraced
+    def _hook(self, optimizer: Any) -> list[RemovableHandle]:
+        """Enters the own step after the hooks before it, and leaves it before those after it.
+
+        So hooks of a script may write weights. Returns the handles of amp's own hooks.
+        """
+        entering = optimizer.register_step_pre_hook(self._enter_own_step)
+        leaving = optimizer.register_step_post_hook(self._leave_own_step)
+        optimizer._optimizer_step_post_hooks.move_to_end(leaving.id, last=False)
+        return [entering, leaving]
+
+    @untraced
+    def _enter_own_step(self, *_: object) -> None:
+        self.update_masters(before_step=True)
+
+    @untraced
+    def _leave_own_step(self, *_: object) -> None:
+        masters.update_model_from_masters(self._end_blocks())
+        self._has_rounded = True
+
+    def _end_blocks(self) -> Sequence[MasterPair]:
+        """Ends a step by blocks; returns the pairs whose masters it has not rounded."""
+        blocks = self._blocks
+        self._blocks = None
+        return self.pairs if blocks is None else blocks.end()
 
     @untraced_frame
     def _run_unless_overflow(
