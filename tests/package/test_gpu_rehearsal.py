@@ -18,7 +18,12 @@ from tests.support.emulated_cuda import build
 
 ROOT = Path(__file__).parents[2]
 
+rehearsed = pytest.mark.skipif(
+    not os.environ.get("STRESS"), reason="make stress rehearses make gpu"
+)
 
+
+@rehearsed
 @pytest.mark.emulated
 def test_checks_that_crash_and_hang_lose_themselves_only_and_a_second_call_goes_on(
     tmp_path, monkeypatch, capfd
@@ -56,7 +61,7 @@ def test_a_check_whose_call_was_ended_begins_once_more(tmp_path):
     assert records.results("part") == {}
 
 
-@pytest.mark.skipif(not os.environ.get("STRESS"), reason="make stress rehearses make gpu")
+@rehearsed
 def test_a_whole_rehearsal_fails_where_the_emulation_lacks_something(tmp_path):
     try:
         build.library()
