@@ -250,12 +250,8 @@ def make_master(exact: Tensor, master_class: type[nn.Parameter] = nn.Parameter) 
 @untraced
 def update_model_from_masters(pairs: Iterable[MasterPair]) -> None:
     """Rounds every written master into its model parameter."""
-    written: list[MasterPair] = []
     with without_overrides():
-        for pair in pairs:
-            if pair.master._version != pair._master_version:
-                pair._storage = pair.model.detach()
-                written.append(pair)
+        written = [pair for pair in pairs if pair.master._version != pair._master_version]
     if written:
         round_masters(written)
 
@@ -385,7 +381,12 @@ def _replace_grad(param: nn.Parameter, value: Tensor) -> None:
 
 def widen_nonzero_grads(pairs: Iterable[MasterPair]) -> None:
     """Makes gradients fp32 that a pass adds to, but for those that are zero: that sum is exact."""
-    widen_grads(pair for pair in pairs if not is_zero(pair.model.grad))
+    added_to: list[MasterPair] = []
+    for pair in pairs:
+        grad = pair.model.grad
+        if grad is not None and not is_zero(grad):
+            added_to.append(pair)
+    widen_grads(added_to)
 
 
 def check_narrow(pairs: Iterable[MasterPair]) -> None:
@@ -412,9 +413,9 @@ def mark_zeros(pairs: Iterable[MasterPair]) -> None:
             vars(grad)[_ZERO] = grad._version
 
 
-def is_zero(grad: Tensor | None) -> bool:
-    """Returns whether a gradient is known to be zero, or missing."""
-    return grad is None or vars(grad).get(_ZERO) == grad._version
+def is_zero(grad: Tensor) -> bool:
+    """Returns whether a gradient is known to be zero."""
+    return vars(grad).get(_ZERO) == grad._version
 
 
 def remove_grads(params: Iterable[nn.Parameter]) -> None:

@@ -80,6 +80,7 @@ class Loop:
         self.scale = 2.0**16 if self.dynamic else scale
         self.growth_tracker = 0
         self.overflow = self.delayed = False
+        self.scaled = [None] * len(self.model)
         self.scales = []
 
     def forward(self, x):
@@ -95,17 +96,21 @@ class Loop:
     def backward(self, x, y, *, delay_unscale=False):
         """Adds a pass to the true gradients of ``stepped``.
 
-        Delayed passes add up in 16 bits if they are scaled, else in fp32.
+        Delayed passes add up scaled, in the type of ``stepped``.
         """
         continues = self.delayed and self.scale != 1.0
         if self.delayed and not continues:
             self.unscale([None] * len(self.stepped))
         kept = [None if continues else stepped.grad for stepped in self.stepped]
-        if not continues:
-            for param in self.model:
-                param.grad = None
+        earlier = self.scaled if continues else [None] * len(self.model)
+        for param in self.model:
+            param.grad = None
         loss = F.mse_loss(self.forward(x).float(), y)
         (loss * self.scale).backward()
+        self.scaled = [
+            param.grad if sum_ is None else sum_.to(stepped.dtype) + param.grad
+            for param, stepped, sum_ in zip(self.model, self.stepped, earlier, strict=True)
+        ]
         self.delayed = delay_unscale
         if not delay_unscale:
             self.unscale(kept)
@@ -113,10 +118,10 @@ class Loop:
 
     def unscale(self, kept):
         overflow = False
-        for param, stepped, earlier in zip(self.model, self.stepped, kept, strict=True):
-            if param.grad is None:
+        for scaled, stepped, earlier in zip(self.scaled, self.stepped, kept, strict=True):
+            if scaled is None:
                 continue
-            grad = (param.grad.float() / self.scale).to(stepped.dtype)
+            grad = (scaled.float() / self.scale).to(stepped.dtype)
             overflow |= not bool(torch.isfinite(grad).all())
             stepped.grad = grad if earlier is None else earlier + grad
         overflow = overflow and self.dynamic

@@ -79,7 +79,6 @@ class BlockStep(TorchDispatchMode):
         self._pairs = pairs
         # By ``id`` of the stand-in, which comes with the pair.
         self._shown: dict[int, tuple[Tensor, MasterPair]] = {}
-        self._rounded: set[MasterPair] = set()
         self._hook = optimizer.register_step_pre_hook(self._show_stand_ins)
 
     @untraced
@@ -98,15 +97,11 @@ class BlockStep(TorchDispatchMode):
         self.__enter__()  # type: ignore[no-untyped-call]
 
     @untraced
-    def end(self) -> list[MasterPair]:
-        """Ends the step, also after an error.
-
-        Returns the pairs whose masters no block has rounded into the model.
-        """
+    def end(self) -> None:
+        """Ends the step, also after an error."""
         self._hook.remove()
         dispatch_modes.exit_mode(self)
         self._hide(self._pairs)
-        return [pair for pair in self._pairs if pair not in self._rounded]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -157,7 +152,6 @@ class BlockStep(TorchDispatchMode):
         if pairs:
             lists = [_chosen(tensors, taken) for tensors in args]
             _run_blocks(func, pairs, lists, kwargs)
-            self._rounded.update(pairs)
             self._hide(pairs)
         return tuple(_chosen(tensors, rest) for tensors in args)
 

@@ -97,8 +97,6 @@ class PreparedOptimizer:
         self.stepping = False
         # The present step, if it runs by blocks.
         self._blocks: BlockStep | None = None
-        # Whether the present step has rounded masters into the model, before a script's hooks.
-        self._has_rounded = False
         # Whether torch's GradScaler has looked at it since its last step.
         self.asked_by_grad_scaler = False
         # Gradients of a block that a CUDA graph has captured without the step: each replay writes
@@ -218,10 +216,10 @@ class PreparedOptimizer:
                 "loss scale of 1 (loss_scale=1.0; the default of O0, O3, O4 and O5)."
             )
 
-    def update_masters_with_grads(self) -> None:
+    def update_masters_with_grads(self, *, before_step: bool = False) -> None:
         """Finishes an open pass; updates the masters with the model's values and gradients."""
         self.finish_backward()
-        self.update_masters()
+        self.update_masters(before_step=before_step)
         masters.widen_grads(self.pairs)
 
     def has_grads(self) -> bool:
@@ -310,33 +308,27 @@ class PreparedOptimizer:
     # -- the step ----------------------------------------------------------------------------
 
     @untraced_frame
-    def step(self, run: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """Runs the optimizer's own step ``run`` unless a gradient overflowed; updates the model.
+    def step(
+        self, stepped: Optimizer, run: Callable[..., Any], closure: Callable[[], Any] | None
+    ) -> Any:
+        """Runs the optimizer's own step unless a gradient overflowed; updates the model.
 
         Returns its result, ``None`` for a skipped step. After an exception, gradients and overflow
         are there for another try.
 
+        Args:
+            stepped: The optimizer, or one inside it.
+            run: The own step of ``stepped``.
+            closure: A function that computes the gradients.
+
         Raises:
             RuntimeError: If there is a closure, and the loss scale is dynamic.
         """
-        if self._captured is not None:
-            self._check_captured()
-        if not self.steps:
-            self.session.check_shards()
-        self.session.observer.step_begins(self)
-        if closure is None:
-            self.session.observer.gradients_used(self)
-            self.finish_backward()
-        else:  # its own pass may continue an unfinished one
-            self._check_closure()
-        self.settle_overflow(takes=True)
+        self._begin_step(closure)
         optimizer: Any = self.optimizer
-        # An optimizer whose constructor was not called has none, and dynamo would trace ours.
-        has_hooks = "_optimizer_step_post_hooks" in vars(optimizer) and not is_compiling_here()
-        self.update_masters(before_step=not has_hooks)
+        hooks = self._follow_writes(stepped)
         uncast = ambient.UncastBlock()
         overrides: AbstractContextManager[Any] = nullcontext()
-        hooks: Sequence[RemovableHandle] = ()
         self.steps += 1
         self.stepping = True
         try:
@@ -344,8 +336,6 @@ class PreparedOptimizer:
                 run = functools.partial(run, self._evaluation(uncast.with_casts(closure)))
             elif self.pairs:
                 overrides = self._show_grads(optimizer)
-            if self.pairs and has_hooks:
-                hooks = self._hook(optimizer)
             with uncast, overrides:
                 result, skipped = self._run_unless_overflow(optimizer, run)
         except RuntimeError as error:
@@ -357,9 +347,7 @@ class PreparedOptimizer:
             self.asked_by_grad_scaler = False
             for handle in hooks:
                 handle.remove()
-            if not self._has_rounded:  # it has raised, or torch has run no hooks
-                masters.round_masters(self._end_blocks())
-            self._has_rounded = False
+            self._leave_own_step()
         self.overflow.consume(skipped)
         masters.mark_trained(self.pairs)
         if self._captured is not None:
@@ -384,15 +372,41 @@ class PreparedOptimizer:
         return nullcontext()
 
     @untraced
-    def _hook(self, optimizer: Any) -> list[RemovableHandle]:
-        """Enters the own step after the hooks before it, and leaves it before those after it.
+    def _begin_step(self, closure: object) -> None:
+        """Checks a step, and finishes the pass whose gradients it takes."""
+        if self._captured is not None:
+            self._check_captured()
+        if not self.steps:
+            self.session.check_shards()
+        self.session.observer.step_begins(self)
+        if closure is None:
+            self.session.observer.gradients_used(self)
+            self.finish_backward()
+        else:  # its own pass may continue an unfinished one
+            self._check_closure()
+        self.settle_overflow(takes=True)
 
-        So hooks of a script may write weights. Returns the handles of amp's own hooks.
+    @untraced
+    def _follow_writes(self, optimizer: Any) -> Sequence[RemovableHandle]:
+        """Makes masters and weights follow what hooks around the own step write.
+
+        Masters are updated after a script's hooks before it, and rounded into the model before the
+        hooks after it. Returns the handles of the hooks that do this.
         """
+        # dynamo would trace them; torch runs none if the optimizer's constructor was not called.
+        if is_compiling_here() or not getattr(optimizer.__class__.step, "hooked", False):
+            self.update_masters(before_step=True)
+            return ()
+        if self.inner_step is None:
+            self.create_missing_masters()
+        else:  # which may run no hooks
+            self.update_masters(before_step=True)
+        if not self.pairs:
+            return ()
         entering = optimizer.register_step_pre_hook(self._enter_own_step)
         leaving = optimizer.register_step_post_hook(self._leave_own_step)
         optimizer._optimizer_step_post_hooks.move_to_end(leaving.id, last=False)
-        return [entering, leaving]
+        return entering, leaving
 
     @untraced
     def _enter_own_step(self, *_: object) -> None:
@@ -400,14 +414,10 @@ class PreparedOptimizer:
 
     @untraced
     def _leave_own_step(self, *_: object) -> None:
-        masters.update_model_from_masters(self._end_blocks())
-        self._has_rounded = True
-
-    def _end_blocks(self) -> Sequence[MasterPair]:
-        """Ends a step by blocks; returns the pairs whose masters it has not rounded."""
-        blocks = self._blocks
-        self._blocks = None
-        return self.pairs if blocks is None else blocks.end()
+        if self._blocks is not None:
+            self._blocks.end()
+            self._blocks = None
+        masters.update_model_from_masters(self.pairs)
 
     @untraced_frame
     def _run_unless_overflow(
@@ -418,9 +428,10 @@ class PreparedOptimizer:
         if flag is None:
             return run(), False
         if not skips_in_kernel(optimizer, flag):
-            skipped = self.must_skip()
-            result = None if skipped else run()
-            return result, skipped
+            if self.must_skip():
+                self._enter_own_step()
+                return None, True
+            return run(), False
         optimizer.found_inf = flag
         try:
             return run(), flag
@@ -445,7 +456,7 @@ class PreparedOptimizer:
         def evaluate() -> Any:
             masters.round_masters(self.pairs)
             loss = closure()
-            self.update_masters_with_grads()
+            self.update_masters_with_grads(before_step=True)
             self.session.observer.gradients_used(self)
             return loss
 

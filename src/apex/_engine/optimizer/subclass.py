@@ -59,7 +59,7 @@ class AmpOptimizer(Optimizer):
             run = functools.partial(_call, run, others, kwargs)
         if prepared.stepping:  # an optimizer inside another: the step has begun
             return run() if closure is None else run(closure)
-        return prepared.step(run, closure)
+        return prepared.step(self, run, closure)
 
     # torch wraps a class's step to run hooks unless it is marked; the inner step runs them.
     step.hooked = True  # type: ignore[attr-defined]

@@ -221,7 +221,8 @@ class Watch(Observer):
         until: ExitStack,
     ) -> None:
         """Watches what a forward pass of a 16-bit model loses."""
-        if state.plan.casts_down:
+        is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if state.plan.casts_down and not is_tracing:
             writes = self._writes_of(state)
             if writes.left > 0:
                 until.enter_context(writes.watch(model, state, forward, given, cast))

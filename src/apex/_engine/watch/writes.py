@@ -187,19 +187,23 @@ class Writes:
         These are weights that no optimizer trains, such as a target network's, and, in training,
         buffers.
         """
+        pair_of = state.session.masters.pair_of
         watched: list[tuple[str, Tensor]] = []
         for name, param in named_parameters(model):
-            if state.session.policy.master_weights or not param.requires_grad:
+            pair = pair_of(param)
+            is_trained = param.requires_grad
+            if pair is not None:
+                is_trained = pair.state is MasterState.TRAINED
+            if not is_trained:
                 watched.append((name, param))
         if model.training:
             watched += _buffers(model)
         is_sampled = False
         for name, tensor in watched:
             is_counted = dtypes.is_low_precision(tensor) and not tensor.is_inference()
-            pair = state.session.masters.pair_of(tensor)
-            is_trained = pair is not None and pair.state is MasterState.TRAINED
-            if is_trained or not is_counted or not is_readable(tensor):
+            if not is_counted or not is_readable(tensor):
                 continue
+            pair = pair_of(tensor)
             writes = tensor._version if pair is None else pair.model_writes
             version = writes, tensor.data_ptr()
             last, was_changed = self._versions.get(name, (version, False))
@@ -249,8 +253,7 @@ class Writes:
                     )
                 if name in self._searched and exact.device.type != "cpu":
                     continue
-                is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-                if exact.dtype in WIDE and is_readable(exact) and not is_tracing:
+                if exact.dtype in WIDE and is_readable(exact):
                     # Empty ones have no values to search.
                     with contextlib.suppress(RuntimeError, IndexError):
                         self._whole_numbers.send(name, _lost(exact, copy.dtype))
