@@ -230,6 +230,37 @@ def test_an_optimizer_that_amp_has_not_seen_steps_the_masters(level, base, clear
     assert loops.same(trained(anew=True), trained(anew=False))
 
 
+@pytest.mark.parametrize("side", ["model", "masters"])
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("when", ["pre", "post"])
+@pytest.mark.parametrize("name", ["SGD", "fused AdamW"])
+def test_a_hook_of_the_step_writes_weights_that_stay(level, name, when, scheduled, side):
+    def trained(each):
+        model = loops.Weights()
+        weights = [model.a, model.b]
+        optimizer = loops.OPTIMIZERS[name](model.parameters())
+        if scheduled:
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        amp.initialize(model, optimizer, opt_level=each, verbosity=0, loss_scale=8.0)
+
+        @torch.no_grad()
+        def clamp(*_):
+            for param in weights if side == "model" else amp.master_params(optimizer):
+                param.clamp_(-0.5, 0.5)
+
+        getattr(optimizer, f"register_step_{when}_hook")(clamp)
+        stepped = []
+        for _ in range(3):
+            loops.scaled_backward(model(a=1.0, b=-2.0), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            stepped.append([model.state_dict()[key][0].item() for key in "ab"])
+        return stepped
+
+    for found, expected in zip(trained(level), trained("O0"), strict=True):
+        assert found == pytest.approx(expected, rel=2**-8)
+
+
 @pytest.mark.parametrize("in_thread", [False, True])
 @pytest.mark.parametrize("name", ["SGD", "fused AdamW"])
 def test_a_model_that_runs_during_a_step_gets_what_the_step_writes_after_it(level, name, in_thread):

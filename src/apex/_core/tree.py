@@ -62,6 +62,13 @@ def tensors(obj: object) -> list[Tensor]:
     return listed
 
 
+def before_backward(output: object, hook: Callable[[Any], None]) -> None:
+    """Calls ``hook`` when a backward pass reaches a tensor in ``output``, with its gradients."""
+    for tensor in tensors(output):
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(hook)
+
+
 def cast(leaf: T, dtype: torch.dtype) -> T:
     """Returns a tensor in ``dtype``, or another object with a ``to`` as :func:`_converted`.
 

@@ -110,9 +110,7 @@ class SharedCasts:
         if hook is None:
             hook = self.drop
             self._hook = weakref.ref(hook)
-        for tensor in tree.tensors(output):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(hook)
+        tree.before_backward(output, hook)
 
     @untraced  # as a hook, it is a frame that dynamo of torch 2.10 would compile
     def drop(self, gradients: object = None) -> None:

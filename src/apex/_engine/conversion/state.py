@@ -103,12 +103,8 @@ class ModelState:
 
     def await_backward(self, model: nn.Module, output: Any) -> None:
         """Prepares the gradients, when a backward pass reaches the output, for what it adds."""
-        if self.session.masters.is_empty:
-            return
-        hook = _PassBegins(model)
-        for tensor in tree.tensors(output):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(hook)
+        if not self.session.masters.is_empty:
+            tree.before_backward(output, _PassBegins(model))
 
     @at_tracing  # before torch 2.12, not for a function that gets a module
     def record_wrapper(self, *, traced: bool) -> None:

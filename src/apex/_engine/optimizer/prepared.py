@@ -326,7 +326,7 @@ class PreparedOptimizer:
         """
         self._begin_step(closure)
         optimizer: Any = self.optimizer
-        hooks = self._follow_writes(stepped)
+        hooks = self._follow_writes(stepped, run)
         uncast = ambient.UncastBlock()
         overrides: AbstractContextManager[Any] = nullcontext()
         self.steps += 1
@@ -387,20 +387,17 @@ class PreparedOptimizer:
         self.settle_overflow(takes=True)
 
     @untraced
-    def _follow_writes(self, optimizer: Any) -> Sequence[RemovableHandle]:
+    def _follow_writes(self, optimizer: Any, run: object) -> Sequence[RemovableHandle]:
         """Makes masters and weights follow what hooks around the own step write.
 
         Masters are updated after a script's hooks before it, and rounded into the model before the
         hooks after it. Returns the handles of the hooks that do this.
         """
-        # dynamo would trace them; torch runs none if the optimizer's constructor was not called.
-        if is_compiling_here() or not getattr(optimizer.__class__.step, "hooked", False):
+        # dynamo would trace them. torch marks a step that runs hooks.
+        if is_compiling_here() or not getattr(run, "hooked", False):
             self.update_masters(before_step=True)
             return ()
-        if self.inner_step is None:
-            self.create_missing_masters()
-        else:  # which may run no hooks
-            self.update_masters(before_step=True)
+        self.create_missing_masters()
         if not self.pairs:
             return ()
         entering = optimizer.register_step_pre_hook(self._enter_own_step)
