@@ -142,9 +142,9 @@ def held_by(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> Ite
             weight = param if pair is None else pair.model
             name = names.get(weight, "(a parameter of another model)")
             if weight is not param:
-                yield from _with_gradient(name, "master", param)
-            elif param not in names:
-                yield from _with_gradient(name, "parameter", param)
+                yield Held(name, "master", param)
+            if weight not in names:
+                yield from _with_gradient(name, "parameter", weight)
             for key, value in optimizer.state.get(param, {}).items():
                 yield Held(name, f"state {key}", value)
 

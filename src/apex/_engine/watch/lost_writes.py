@@ -18,6 +18,7 @@ from apex._engine.masters import MasterPair
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._torch import dtensor
 from apex._torch.copies import capturing
+from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.parameters import without_overrides
 
 _COMPARED = 8
@@ -73,7 +74,7 @@ class WeightWatch:
         Only of weights without a counted write, which the step copies to its master whole.
         """
         distances: dict[MasterPair, Tensor] = {}
-        with without_overrides():
+        with without_overrides(), suspend_modes():  # a trace would find a cancellation
             for pair in self._pairs:
                 if pair.counts_as_synced and not capturing(pair.model.device):
                     weight = sample(dtensor.local(pair.model), self._turn)

@@ -214,6 +214,8 @@ class Writes:
             if isinstance(tensor, nn.Parameter) and not is_sampled:
                 self._send_comparison((name, (tensor._version, version)), tensor)
                 is_sampled = True
+        if not is_sampled:
+            self._sample = None
 
     def _send_comparison(self, key: tuple[str, Any], tensor: Tensor) -> None:
         """Starts to compare a sample of a weight with the last pass's."""
