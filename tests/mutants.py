@@ -32,7 +32,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("growth interval off by one", "_engine/scaler.py",
      "            rule.growth_interval,\n", "            rule.growth_interval + 1,\n"),
     ("an overflow that does not skip", "_engine/optimizer/prepared.py",
-     "            if self.must_skip():\n", "            if not self.must_skip():\n"),
+     "            if self.must_skip():\n", "            if False:\n"),
     ("masters not written back", "_engine/masters.py",
      "        foreach.copy_(models, masters)\n", "        pass\n"),
     ("a table row dropped", "_core/op_rows.py",

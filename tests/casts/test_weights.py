@@ -509,9 +509,10 @@ def test_a_loop_keeps_what_autocast_keeps(name, level):
 
 
 @pytest.mark.skipif(TORCH_VERSION < (2, 11), reason="this torch casts a weight at each use")
-def test_a_model_and_its_part_share_casts_as_models(level):
+@pytest.mark.parametrize("is_part", [False, True])
+def test_models_share_the_casts_of_their_common_weight(level, is_part):
     layer = nn.Linear(8, 8)
-    models = [nn.Sequential(layer), layer]
+    models = [nn.Sequential(layer), layer if is_part else nn.Sequential(layer)]
     step = lambda models, x: torch.tanh(models[1](models[0](x).float()))  # noqa: E731
     with torch.autocast("cpu", LOW[level]):
         wanted = kept_in_a_loop(step, models)

@@ -20,7 +20,6 @@ SAME_GRAPHS = pytest.mark.skipif(
 SAME_BITS = TORCH_VERSION >= (2, 12)
 """Whether a compiled step of torch's own SGD is equal to the eager one to the last bit."""
 
-LEVELS = ("O1", "O2", "O5")
 MIXED = ("O1", "O4", "O5")
 
 EPS = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-20}

@@ -275,7 +275,7 @@ def views_of_a_flat_tensor(training):
     views = flat.split([param.numel() for param in params])
     for param, view in zip(params, views, strict=True):
         param.grad = view.view_as(param)
-    return [flat]
+    return flat
 
 
 @pytest.mark.parametrize("compute", ["block", "plain"])
@@ -299,7 +299,7 @@ def test_a_gradient_stays_the_tensor_that_a_script_keeps(level, read, compute):
 @pytest.mark.parametrize("level", ["O1", "O1 dynamic", "O4"])
 def test_gradients_stay_views_of_a_flat_tensor(level):
     training = Training(level)
-    [flat] = views_of_a_flat_tensor(training)
+    flat = views_of_a_flat_tensor(training)
     for factors in (ONE, TWO):
         flat.zero_()
         training.block(*factors)

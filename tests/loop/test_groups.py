@@ -7,8 +7,6 @@ from torch import nn
 from apex import amp
 from tests.support import loops
 
-masters = pytest.mark.parametrize("level", loops.WITH_MASTERS)
-
 
 def test_groups_keep_their_identity_and_options(level):
     model = loops.net()

@@ -12,8 +12,6 @@ from tests.support import loops
 
 level = loops.at_levels(*loops.WITH_MASTERS)
 
-masters = pytest.mark.parametrize("level", loops.WITH_MASTERS)
-
 
 class Rates(Optimizer):
     """SGD whose rates a script sets on its parameters."""

@@ -4,7 +4,6 @@ import torch
 
 from tests.support import loops
 
-LEVELS = ("O1", "O2", "O5")
 CASTS_DOWN = ("O2", "O5")
 EPS = {
     level: 0.0 if rules.compute is torch.float32 else torch.finfo(rules.compute).eps

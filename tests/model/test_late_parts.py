@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.model.cases import CASTS_DOWN, EPS, LEVELS, close, dtype_of, prepare, train_plain
+from tests.model.cases import CASTS_DOWN, EPS, close, dtype_of, prepare, train_plain
 from tests.support import loops
 
-every_level = pytest.mark.parametrize("level", LEVELS)
 casting_levels = pytest.mark.parametrize("level", CASTS_DOWN)
 
 
@@ -216,9 +215,6 @@ def test_an_error_names_parameters_that_were_cast_later():
         model(loops.batch()[0])
     model.float()
     model(loops.batch()[0])
-
-
-every_level = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 
 
 def test_a_materialized_model_trains_as_one_that_never_was_lazy(level):

@@ -34,7 +34,6 @@ COLUMNS = {
     "O4": (None, True, BF16, None, None, 1.0),
     "O5": (BF16, False, None, True, True, 1.0),
 }
-levels = pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 
 
 # -- arguments -------------------------------------------------------------------------------

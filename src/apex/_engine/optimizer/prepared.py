@@ -231,7 +231,7 @@ class PreparedOptimizer:
 
         A scaled pass begins without gradients. DistributedDataParallel adds no 16-bit gradients to
         fp32 ones, so its passes do, too. Otherwise autograd adds to fp32 ones. A pass that
-        continues another adds to scaled gradients as they are, as in apex.
+        continues another adds to the scaled gradients.
 
         Args:
             scaled: Whether the pass multiplies gradients by a loss scale.
