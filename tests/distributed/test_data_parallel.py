@@ -163,9 +163,9 @@ def train_without_blocks(rank, wrapper, reads):
     return cases.state(parallel, optimizer)
 
 
-@pytest.mark.parametrize("reads", [None, "the last pass"])
+@pytest.mark.parametrize("reads", [None, "the last pass", "every pass"])
 def test_passes_without_blocks_train_as_one_process(on_two_ranks, reads):
-    """A step leaves fp32 gradients, to which DDP adds nothing, until they are cleared."""
+    """A step, or a clip, leaves fp32 gradients, to which DDP adds nothing."""
     first, second = on_two_ranks(train_without_blocks, "torch", reads)
     assert first == second
     model, optimizer = cases.prepare("O5", seed=0)
@@ -179,14 +179,30 @@ def test_passes_without_blocks_train_as_one_process(on_two_ranks, reads):
     cases.assert_trained_alike(first, optimizer, "O5")
 
 
-def refused_pass(rank):
-    with pytest.raises(RuntimeError, match=r"cannot add the 16-bit(?s:.*)zero_grad"):
-        train_without_blocks(rank, "torch", "every pass")
-    return True
+def sum_of_many(rank, level, wrapper, kind):
+    """Passes of one rank alone, which add ones to a large gradient, before one that is sent."""
+    model, optimizer = cases.initialized(level, loops.Weights(), loss_scale=1.0)
+    parallel = cases.WRAPPERS[wrapper](model)
+    large = 2.0 / cases.EPS[level]
+    factors = [large, *[1.0] * 42, 2.0]
+    for index, factor in enumerate(factors):
+        last = index == len(factors) - 1
+        with contextlib.nullcontext() if last else parallel.no_sync():
+            loss = parallel(a=factor, b=factor)
+            if kind == "plain":
+                loss.backward()
+            else:
+                delays = kind == "delayed" and not last
+                loops.scaled_backward(loss, optimizer, delay_unscale=delays)
+    return [master.grad[0].item() - large for master in amp.master_params(optimizer)]
 
 
-def test_a_plain_pass_onto_fp32_gradients_is_refused_before_it_begins(on_two_ranks):
-    assert on_two_ranks(refused_pass) == [True, True]
+@pytest.mark.parametrize("kind", ["block", "delayed", "plain"])
+@pytest.mark.parametrize("wrapper", ["torch", "torch views", "apex delayed"])
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_many_passes_of_one_rank_add_up_in_fp32(on_two_ranks, level, wrapper, kind):
+    """In 16 bits, the sum would stand still at its first element."""
+    assert on_two_ranks(sum_of_many, level, wrapper, kind) == [[44.0, 44.0]] * 2
 
 
 def drop_a_poisoned_part(rank, level):

@@ -389,17 +389,13 @@ def widen_nonzero_grads(pairs: Iterable[MasterPair]) -> None:
     widen_grads(added_to)
 
 
-def check_narrow(pairs: Iterable[MasterPair]) -> None:
-    """Raises RuntimeError if there is an fp32 gradient: DDP adds 16-bit ones to such alone."""
-    for pair in pairs:
-        grad = pair.model.grad
-        if grad is not None and grad.dtype is torch.float32:
-            raise RuntimeError(
-                "DistributedDataParallel cannot add the 16-bit gradients of a plain "
-                "loss.backward() to fp32 gradients, such as a clip over amp.master_params leaves. "
-                "Use amp.scale_loss for each backward pass, clip after the last one of a step, or "
-                "call optimizer.zero_grad() before the backward pass."
-            )
+def narrow_grads(pairs: Iterable[MasterPair]) -> None:
+    """Rounds fp32 gradients to 16 bits, as DistributedDataParallel sends only such."""
+    with without_overrides():
+        for pair in pairs:
+            grad = pair.model.grad
+            if grad is not None and grad.dtype is torch.float32:
+                _replace_grad(pair.model, grad.to(pair.model.dtype))
 
 
 def mark_zeros(pairs: Iterable[MasterPair]) -> None:

@@ -23,7 +23,7 @@ from apex._engine.autocast.ambient import (
 from apex._engine.autocast.kernels import tag_caches
 from apex._engine.autocast.region import AmbientRegion, AutocastRegion, Region
 from apex._engine.autocast.user_functions import UserRegistry
-from apex._engine.masters import MasterTable, check_narrow, widen_nonzero_grads
+from apex._engine.masters import MasterPair, MasterTable, narrow_grads, widen_nonzero_grads
 from apex._engine.observer import Observer
 from apex._engine.registry import Registry
 from apex._engine.scaler import scaler_for
@@ -172,9 +172,12 @@ class Session:
 
     def begin_pass(self, model: nn.Module) -> None:
         """Prepares a model's gradients when a backward pass has reached its output."""
-        pairs = self.masters.pairs_in(model)
-        if self.under_ddp:
-            check_narrow(pairs)
+        self.prepare_grads(self.masters.pairs_in(model))
+
+    def prepare_grads(self, pairs: Sequence[MasterPair]) -> None:
+        """Makes gradients fp32 for a pass that adds to them; of 16 bits, if ranks send them."""
+        if self.under_ddp and self.shares_grads([pair.model for pair in pairs]):
+            narrow_grads(pairs)
         else:
             widen_nonzero_grads(pairs)
 

@@ -229,24 +229,21 @@ class PreparedOptimizer:
     def make_room(self, *, scaled: bool, continues: bool = False) -> None:
         """Prepares the gradients for a pass that adds to them.
 
-        A scaled pass begins without gradients. DistributedDataParallel adds no 16-bit gradients to
-        fp32 ones, so its passes do, too. Otherwise autograd adds to fp32 ones. A pass that
-        continues another adds to the scaled gradients.
+        A scaled pass begins without gradients, and so does one under DistributedDataParallel, which
+        adds no 16-bit gradients to fp32 ones. A pass that continues another adds to its gradients.
 
         Args:
             scaled: Whether the pass multiplies gradients by a loss scale.
             continues: Whether it adds to the gradients of a delayed pass.
         """
-        under_ddp = self.session.under_ddp
-        if continues and (scaled or under_ddp):
-            return
-        if scaled:
-            self.stash.put_aside(self.trained_params(), self.session.reuses_grad)
-        elif under_ddp:
-            models = [pair.model for pair in self.pairs]
-            self.stash.put_aside(models, self.session.reuses_grad)
+        session = self.session
+        if continues or not (scaled or session.under_ddp):
+            session.prepare_grads(self.pairs)
+        elif scaled:
+            self.stash.put_aside(self.trained_params(), session.reuses_grad)
         else:
-            masters.widen_nonzero_grads(self.pairs)
+            models = [pair.model for pair in self.pairs]
+            self.stash.put_aside(models, session.reuses_grad)
 
     def give_back(self) -> None:
         """Adds the gradients that were put aside."""
