@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, Literal, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -119,6 +120,8 @@ class Session:
         # States of optimizers, which may be plain again, in the same order on all ranks: they
         # communicate for each in turn.
         self.members = weakref.WeakKeyDictionary[Member, None]()
+        # Pairs with a hook that prepares their gradient alone.
+        self._hooked = weakref.WeakKeyDictionary[MasterPair, object]()
         self._models = weakref.WeakSet[nn.Module]()
         # What may share gradients among ranks; ``wrappers`` has what the models are really in, so
         # that a pass on one rank asks nobody.
@@ -180,6 +183,14 @@ class Session:
             narrow_grads(pairs)
         else:
             widen_nonzero_grads(pairs)
+
+    def hook_params(self) -> None:
+        """Prepares each gradient by a hook of its own: compiled code runs none of the output."""
+        for pair in self.masters.pairs():
+            if pair.model.requires_grad and pair not in self._hooked:
+                hook = _PassReaches(self, pair)
+                handle = pair.model.register_hook(hook)  # type: ignore[no-untyped-call]
+                self._hooked[pair] = weakref.finalize(pair, handle.remove)
 
     # -- casts -------------------------------------------------------------------------------
 
@@ -248,3 +259,21 @@ class Session:
     def reuses_grad(self, param: Tensor) -> bool:
         """Returns whether the next pass writes a parameter's gradient to the same memory."""
         return any(wrapper.reuses_grad(param) for wrapper in self.wrappers)
+
+
+class _PassReaches:
+    """A hook of a 16-bit parameter, by which its gradient is prepared."""
+
+    __torch_unserializable__ = True
+    """torch sends the parameter to other processes without the hook, and without a warning."""
+
+    def __init__(self, session: Session, pair: MasterPair) -> None:
+        self._session = weakref.ref(session)
+        self._pair = weakref.ref(pair)
+
+    def __call__(self, gradient: object) -> None:
+        session = self._session()
+        pair = self._pair()
+        is_traced = torch.compiler.is_compiling()  # by compiled autograd
+        if session is not None and pair is not None and not is_traced:
+            session.prepare_grads([pair])

@@ -108,10 +108,11 @@ class ModelState:
 
     @at_tracing  # before torch 2.12, not for a function that gets a module
     def record_wrapper(self, *, traced: bool) -> None:
-        """Records the active DDP wrapper."""
+        """Records the active DDP wrapper, and in a trace, that no hook of the output will run."""
         wrapper = active_wrapper()
         if traced:
             recompile_on_change(_reference_to_wrapper)
+            self.session.hook_params()
         if wrapper is not None:
             self.session.mark_forward(wrapper, traced=traced)
 
