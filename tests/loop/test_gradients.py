@@ -91,6 +91,12 @@ def replace(params):
         param.grad = param.grad * 0.5
 
 
+def replace_by_second_name(params):
+    """As programs of A3C hand gradients over."""
+    for param in params:
+        param._grad = param._grad * 0.5
+
+
 def mask(params):
     for param in params:
         param.grad.mul_(torch.tensor([1.0, 0.0]))
@@ -111,6 +117,7 @@ EDITS = {
     "inf norm": lambda params: nn.utils.clip_grad_norm_(params, 1.0, float("inf")),
     "value": lambda params: nn.utils.clip_grad_value_(params, 2.0),
     "replace": replace,
+    "replace by second name": replace_by_second_name,
     "mask": mask,
     "data": write_data,
     "zero some": zero_some,

@@ -91,6 +91,8 @@ class Master(nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         set_grad(self if self._apex_model is None else self._apex_model, value)
 
+    _grad = grad  # torch's second name for it, which asynchronous actor-critic programs assign
+
     def __hash__(self) -> int:
         """The hash of the model parameter: in dicts and sets, the two are one key.
 
