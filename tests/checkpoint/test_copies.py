@@ -161,6 +161,47 @@ def test_model_part_and_optimizer_stay_connected_in_any_order(level, way, order)
     assert not torch.equal(twin.outer.bias, before)
 
 
+@levels
+def test_parameters_that_are_deep_copied_before_their_model_are_its_own(level):
+    model, optimizer = pair_trained(level)
+    things = [*model.parameters(), *model.buffers()], optimizer, model.inner, model
+    tensors, plain, part, twin = copy.deepcopy(things)
+    assert_plain(twin, dict(model.state_dict()))
+    assert twin.inner is part
+    held = [*twin.parameters(), *twin.buffers()]
+    assert [id(t) for t in tensors] == [id(t) for t in held]
+    stepped = plain.param_groups[0]["params"]
+    assert [id(p) for p in stepped] == [id(p) for p in twin.parameters()]
+
+
+class Delegating:
+    """Finds the attributes that it lacks on its model, as many agents and trainers do."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __getattr__(self, name):
+        if name in ("model", "__setstate__"):
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize(("wrap", "inner"), [(compiled, "_orig_mod"), (Delegating, "model")])
+@levels
+def test_the_deep_copy_of_a_wrapper_is_a_wrapper_of_the_plain_model(level, wrap, inner):
+    model, _ = pair_trained(level)
+    wrapper = wrap(model)
+    twin = copy.deepcopy(wrapper)
+    assert type(twin) is type(wrapper)
+    assert "__deepcopy__" not in vars(twin) | vars(wrapper)
+    assert type(getattr(twin, inner)) is NestedNet
+    assert loops.same(dict(twin.state_dict()), dict(wrapper.state_dict()))
+
+
 @every_way
 def test_an_optimizer_alone_is_plain_and_its_state_loads_back(level, way):
     _model, optimizer = pair_trained(level)

@@ -125,13 +125,12 @@ class Master(nn.Parameter):
             round_masters([pair])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Copies as a plain parameter, which stands for the model's parameter, too."""
+        """Copies as a plain parameter, which is the copy of the model's parameter, too."""
         pair = self._apex_pair()
         if pair is None:
             plain = nn.Parameter(self.detach().clone(), self.requires_grad)
         else:
-            plain = nn.Parameter(pair.exact_value(), pair.model.requires_grad)
-            memo[id(pair.model)] = plain
+            plain = fp32_deepcopy(pair.model, pair.exact_value, memo)
         memo[id(self)] = plain
         return plain
 
@@ -227,6 +226,14 @@ def _give_to_model(master: Tensor) -> None:
         set_grad(master, None)
         widen_grads([pair])
         add_grads([pair.model], [grad])
+
+
+def fp32_deepcopy(tensor: Any, exact_value: Callable[[], Tensor], memo: dict[int, Any]) -> Any:
+    """Returns the deep copy of a 16-bit tensor in fp32; the memo may hold it already."""
+    copied = copy.deepcopy(tensor, memo)
+    if dtypes.is_low_precision(copied):
+        copied.data = exact_value()
+    return copied
 
 
 def make_master(exact: Tensor, master_class: type[nn.Parameter] = nn.Parameter) -> nn.Parameter:
@@ -565,15 +572,13 @@ class MasterTable:
         return [*self._by_param.values()]
 
     def copy(self, tensor: Tensor, memo: dict[int, Any]) -> None:
-        """Puts an fp32 copy of a 16-bit tensor into the memo of a deep copy, if there is none."""
-        if id(tensor) in memo:
-            return
+        """Puts an fp32 copy of a 16-bit tensor into the memo of a deep copy."""
         pair = self.pair_of(tensor)
         if pair is not None:
             copy.deepcopy(pair.master, memo)
         elif dtypes.is_low_precision(tensor):
-            copied = copy.deepcopy(tensor, memo)
-            copied.data = rounding.exact_value(tensor, [self.exact.get(tensor)])
+            known = [self.exact.get(tensor)]
+            fp32_deepcopy(tensor, lambda: rounding.exact_value(tensor, known), memo)
 
     def stand_in(self, tensor: Tensor) -> Tensor:
         """Returns what pickles hold for a tensor, always the same while it lives.

@@ -21,6 +21,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -72,9 +73,8 @@ class PlainCopies:
 
     def _deepcopy(self, memo: dict[int, Any]) -> Any:
         module: Any = self._module()
-        copied_object = sys._getframe(1).f_locals.get("x")  # of copy.deepcopy
-        if isinstance(copied_object, nn.Module) and copied_object is not module:
-            # A wrapper, such as a compiled model, whose ``__getattr__`` has found this method.
+        copied_object = object_of(sys._getframe(1), module)
+        if copied_object is not module:
             return deepcopy_by_class(copied_object, memo)
         for tensor in named_tensors(module).values():
             self._masters.copy(tensor, memo)
@@ -153,8 +153,18 @@ def replaced(attributes: dict[str, Any], values: Mapping[str, Any]) -> Iterator[
         attributes.update(before)
 
 
+def object_of(caller: FrameType, module: nn.Module) -> Any:
+    """Returns the object that ``copy.deepcopy`` copies by a method of ``module``.
+
+    It may be a wrapper, such as a compiled model, whose ``__getattr__`` has found the method.
+    """
+    if caller.f_code is copy.deepcopy.__code__:
+        return caller.f_locals["x"]
+    return module
+
+
 def deepcopy_by_class(module: Any, memo: dict[int, Any]) -> Any:
-    """Deep-copies a module as its class does, past a ``__getattr__`` that finds a part's method."""
+    """Deep-copies an object as its class does, past a ``__getattr__`` that finds a part's method."""
     if inspect.getattr_static(type(module), "__deepcopy__", None) is not None:
         return copy.deepcopy(module, memo)
     vars(module)["__deepcopy__"] = None
@@ -162,7 +172,7 @@ def deepcopy_by_class(module: Any, memo: dict[int, Any]) -> Any:
         copied = copy.deepcopy(module, memo)
     finally:
         del vars(module)["__deepcopy__"]
-    if isinstance(copied, nn.Module):
+    if isinstance(copied, type(module)):
         vars(copied).pop("__deepcopy__", None)
     return copied
 

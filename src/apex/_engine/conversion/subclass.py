@@ -24,7 +24,12 @@ from apex._core.arguments import positional_names
 from apex._core.mixins import plain_class, swap_class, with_mixin
 from apex._engine.conversion import hints
 from apex._engine.conversion.casts import cast_parts, restore, undo_convert
-from apex._engine.conversion.copies import deepcopy_by_class, shallow_copy, snapshot
+from apex._engine.conversion.copies import (
+    deepcopy_by_class,
+    object_of,
+    shallow_copy,
+    snapshot,
+)
 from apex._engine.conversion.state import ModelState, state_of
 from apex._engine.masters import mark_zeros, without_grad
 from apex._engine.session import STATE
@@ -116,6 +121,9 @@ class Converted(nn.Module):
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         """Returns the plain model; see Note [Plain copies]."""
+        copied_object = object_of(sys._getframe(1), self)
+        if copied_object is not self:
+            return deepcopy_by_class(copied_object, memo)
         _own_state(self).note_copy()
         with _as_plain(self):
             return deepcopy_by_class(self, memo)
