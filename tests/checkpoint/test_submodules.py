@@ -1,8 +1,11 @@
 """``state_dict`` and ``load_state_dict`` of parts of a prepared model, and of what contains it."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from apex import amp
 from tests.support import loops
@@ -38,6 +41,40 @@ def test_a_loaded_part_reaches_its_masters_to_the_last_bit_and_no_other(level, p
     assert loops.same(list(new.values()), after[:2])
     assert loops.same(before[2:], after[2:])
     assert loops.same(list(module.state_dict().values()), list(new.values()))
+
+
+def replaced(model):
+    """As what adds adapters does: a module of another class gets the parameters."""
+    linear = nn.Linear(8, 2)
+    linear.weight, linear.bias = model[1].weight, model[1].bias
+    model[1] = nn.Sequential(nn.Identity(), linear)
+
+
+def parametrized(model):
+    parametrize.register_parametrization(model[1], "weight", nn.Identity())
+
+
+@pytest.mark.parametrize("move", [replaced, parametrized])
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_a_module_that_takes_over_parameters_is_saved_and_loaded_to_the_last_bit(level, move):
+    model, optimizer = loops.trained(level, model=nested())
+    masters = dict(zip(map(id, model.parameters()), amp.master_params(optimizer), strict=True))
+    move(model)
+    for module in (model, model[1]):
+        exact = {name: masters[id(param)].detach() for name, param in module.named_parameters()}
+        assert loops.same(dict(module.state_dict()), exact)
+        module.load_state_dict(random_like(exact))
+        assert loops.same(exact, random_like(exact))
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_a_module_that_takes_over_parameters_is_pickled_to_the_last_bit(level):
+    model, optimizer = loops.trained(level, model=nested())
+    expected = loops.masters(optimizer)
+    replaced(model)
+    for module, values in ((model, expected), (model[1], expected[2:])):
+        plain = pickle.loads(pickle.dumps(module))
+        assert loops.same(loops.values(plain.parameters()), values)
 
 
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)

@@ -12,8 +12,7 @@ from apex._core.mixins import plain_class, swap_class
 from apex._core.param_groups import is_trained
 from apex._core.rounding import exact_value
 from apex._core.undo import Undo
-from apex._engine.conversion.copies import PlainCopies
-from apex._engine.conversion.plan import modules_in_fp32, planned_dtypes
+from apex._engine.conversion.plan import planned_dtypes
 from apex._engine.conversion.state import ModelState, state_of
 from apex._engine.session import STATE, Session
 from apex._torch.modules import flatten_rnns, named_tensors
@@ -31,15 +30,8 @@ def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
             cast = tensor.detach().to(dtype)
             set_in_place(tensor, cast, undo)
     flatten_rnns(model)
-    if not plan.casts_down:
-        return
-    outermost = modules_in_fp32(model, plan)
-    for module in model.modules():
-        # Modules inside an fp32 module get its fp32 tensors, so it alone casts.
-        in_fp32 = outermost.get(module, False)
-        hooks = state.attach(module, in_fp32=in_fp32)
-        if hooks:
-            state.keep([*hooks, PlainCopies(module, state.session.masters, hooks)])
+    if plan.casts_down:
+        state.attach(model)
 
 
 def make_masters(

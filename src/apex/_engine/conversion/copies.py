@@ -19,7 +19,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -45,7 +45,11 @@ class PlainCopies:
     """Makes copies and pickles of one module of a 16-bit model plain, until it is removed."""
 
     def __init__(
-        self, module: nn.Module, masters: MasterTable, hooks: Sequence[RemovableHandle]
+        self,
+        module: nn.Module,
+        masters: MasterTable,
+        hooks: Sequence[RemovableHandle],
+        take_in: Callable[[nn.Module], None],
     ) -> None:
         """Sets the module's methods.
 
@@ -53,10 +57,12 @@ class PlainCopies:
             module: Keeps this object alive.
             masters: Knows the exact values of the module's tensors.
             hooks: The hooks that copies do not have.
+            take_in: Gives these methods to parts that were put into a module since.
         """
         self._module = weakref.ref(module)
         self._masters = masters
         self._hooks = hooks
+        self._take_in = take_in
         # Not bound methods, which torch.jit would compile.
         vars(module)["__deepcopy__"] = functools.partial(PlainCopies._deepcopy, self)
         vars(module)["__reduce_ex__"] = functools.partial(PlainCopies._reduce_ex, self)
@@ -88,6 +94,7 @@ class PlainCopies:
 
     def _reduce_ex(self, protocol: Any) -> Any:
         module: Any = self._module()
+        self._take_in(module)
         attributes = vars(module)
         stand_ins: dict[int, Tensor] = {}
         for tensor in named_tensors(module).values():
@@ -164,7 +171,7 @@ def object_of(caller: FrameType, module: nn.Module) -> Any:
 
 
 def deepcopy_by_class(module: Any, memo: dict[int, Any]) -> Any:
-    """Deep-copies an object as its class does, past a ``__getattr__`` that finds a part's method."""
+    """Deep-copies an object as its class does, past a ``__getattr__`` that finds a method."""
     if inspect.getattr_static(type(module), "__deepcopy__", None) is not None:
         return copy.deepcopy(module, memo)
     vars(module)["__deepcopy__"] = None

@@ -8,7 +8,7 @@ module, a parent or a wrapper is called.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from types import FrameType
 from typing import Any, Protocol
 
@@ -19,7 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from apex._core import dtypes, tree
 from apex._core.rounding import exact_value
 from apex._engine.autocast.region import Region
-from apex._engine.conversion.plan import ModelPlan
+from apex._engine.conversion.copies import PlainCopies
+from apex._engine.conversion.plan import ModelPlan, modules_in_fp32
 from apex._engine.session import STATE, Session
 from apex._torch.autograd import backward_id
 from apex._torch.ddp import active_wrapper
@@ -73,10 +74,6 @@ class ModelState:
         self.inner_forward = inner
         self.uncast = uncast
 
-    def keep(self, handles: Iterable[Removable]) -> None:
-        """Keeps handles until the model is plain."""
-        self._handles += handles
-
     def remove_handles(self) -> None:
         """Removes what conversion has added."""
         while self._handles:
@@ -124,25 +121,39 @@ class ModelState:
 
     # -- hooks of modules --------------------------------------------------------------------
 
-    def attach(self, module: nn.Module, *, in_fp32: bool) -> list[RemovableHandle]:
-        """Registers the hooks of one module; returns their handles. Does nothing if it has them.
+    def attach(self, model: nn.Module) -> None:
+        """Registers the hooks of a 16-bit model's modules that have none."""
+        outermost = modules_in_fp32(model, self.plan)
+        for module in model.modules():
+            if not _has_hooks(module):
+                # Modules inside an fp32 module get its fp32 tensors, so it alone casts.
+                self._attach(module, in_fp32=outermost.get(module, False))
 
-        With ``in_fp32``, the module computes in fp32.
-        """
+    def _attach(self, module: nn.Module, *, in_fp32: bool) -> None:
         hooks: Any = module  # torch does not annotate the methods that register them
-        has_hooks = any(isinstance(hook, ModelState) for hook in hooks._state_dict_hooks.values())
-        if has_hooks:
-            return []
         saving: RemovableHandle = hooks.register_state_dict_post_hook(self)
         # Run before the user's hooks, which may rename entries.
         hooks._state_dict_hooks.move_to_end(saving.id, last=False)
+        before_saving = hooks.register_state_dict_pre_hook(self.take_in)
         loading = hooks.register_load_state_dict_pre_hook(self.before_loading)
-        handles = [saving, loading]
+        handles = [saving, before_saving, loading]
         if in_fp32:
             entering = hooks.register_forward_pre_hook(self.before_fp32, with_kwargs=True)
             leaving = hooks.register_forward_hook(self.after_fp32)
             handles += [entering, leaving]
-        return handles
+        copies = PlainCopies(module, self.session.masters, handles, self.take_in)
+        self._handles += [*handles, copies]
+
+    def take_in(self, module: nn.Module, *_: object) -> None:
+        """Registers the hooks of parts that a script has put into a module since.
+
+        They may hold the module's own parameters, as parametrizations do.
+        """
+        if not self.plan.casts_down or all(map(_has_hooks, module.children())):
+            return
+        for model in self.session.models:
+            if state_of(model) is self:
+                self.attach(model)
 
     def before_fp32(self, module: nn.Module, args: tree.Args, kwargs: tree.Kwargs) -> tree.Call:
         """Returns the arguments of a module with every floating tensor in fp32."""
@@ -185,6 +196,7 @@ class ModelState:
                 "that amp and the optimizer hold. Drop assign=True, or call amp.restore before "
                 "loading and amp.initialize after."
             )
+        self.take_in(module)
         self.session.observer.loading(self)
         loaded: list[tuple[Tensor, Tensor]] = []
         for key, tensor in own_tensors(module):
@@ -194,6 +206,10 @@ class ModelState:
             if entry.shape == tensor.shape:
                 loaded.append((tensor, entry))
         self.session.masters.set_exact_values(loaded)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(isinstance(hook, ModelState) for hook in module._state_dict_hooks.values())
 
 
 class _PassBegins:
