@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.support.loops import prepared, same
+from tests.support.loops import prepared, same, scaled_backward
 
 # torch.jit is deprecated, and torch.export uses what is.
 pytestmark = pytest.mark.filterwarnings(
@@ -70,6 +70,24 @@ def test_a_saved_program_keeps_its_casts_without_the_session(level, form):
     assert not torch.is_autocast_enabled("cpu")
     file.seek(0)
     assert same(load(file)(rows(3)), wanted)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_is_exported_between_steps_with_what_its_optimizer_holds(level, form):
+    model, optimizer = of_one_level(level)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaled_backward(model(rows(3))[0].square().sum(), optimizer)
+        optimizer.step()
+    with torch.no_grad():
+        for param in amp.master_params(optimizer):
+            param.mul_(0.5)
+    if form == "decomposed":
+        optimizer.zero_grad()
+    program = FORMS[form][0](model, rows(3))
+    if form == "decomposed":
+        program = program.module()
+    assert same(program(rows(3)), model(rows(3)))
 
 
 class Reshaping(nn.Module):

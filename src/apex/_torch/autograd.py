@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -37,6 +38,17 @@ def is_recorded(device: torch.device) -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or capturing(device)
     )
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Keeps the operators inside the block out of a trace of ``torch.jit.trace``."""
+    tracing = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(tracing)
 
 
 _RUNNERS = {

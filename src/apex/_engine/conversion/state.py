@@ -22,7 +22,7 @@ from apex._engine.autocast.region import Region
 from apex._engine.conversion.copies import PlainCopies
 from apex._engine.conversion.plan import ModelPlan, modules_in_fp32
 from apex._engine.session import STATE, Session
-from apex._torch.autograd import backward_id
+from apex._torch.autograd import backward_id, unrecorded
 from apex._torch.ddp import active_wrapper
 from apex._torch.dynamo import at_tracing, is_tracing, recompile_on_change, untraced
 from apex._torch.modules import own_tensors
@@ -115,9 +115,10 @@ class ModelState:
 
     def use(self, model: nn.Module, reader: FrameType | None = None) -> None:
         """Rounds written masters into the model, for a forward or for what reads a method."""
-        if self.plan.casts_down:
-            self.session.masters.update_model(model)
-        self.session.observer.model_used(self, reader)
+        with unrecorded():
+            if self.plan.casts_down:
+                self.session.masters.update_model(model)
+            self.session.observer.model_used(self, reader)
 
     # -- hooks of modules --------------------------------------------------------------------
 
