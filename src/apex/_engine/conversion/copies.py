@@ -5,7 +5,8 @@ Note [Plain copies]
     Each module of a 16-bit model has its own ``__deepcopy__`` and ``__reduce_ex__``, which ``copy``
     and ``pickle`` find before those of its class. They hide amp's part of this one module and call
     the class's. So a part can be copied alone, before or after its model, and what several objects
-    share stays shared. A third method gives ``torch.jit.script`` a plain copy of the module.
+    share stays shared. Two methods give ``torch.jit.script`` and Hugging Face's ``save_pretrained``
+    a plain copy of the module.
 
     A deep copy finds fp32 copies of 16-bit tensors in its memo. A pickle holds a master in place of
     its parameter, as the groups of optimizers do; masters are pickled as plain parameters. So a
@@ -35,8 +36,6 @@ from apex._engine.masters import (
 )
 from apex._torch.modules import named_tensors
 
-_METHODS = ("__deepcopy__", "__reduce_ex__", "__prepare_scriptable__")
-
 _TABLES = frozenset(vars(nn.Module()))
 """Attributes of every module, such as the tables of its parameters and hooks."""
 
@@ -63,18 +62,25 @@ class PlainCopies:
         self._masters = masters
         self._hooks = hooks
         self._take_in = take_in
-        # Not bound methods, which torch.jit would compile.
-        vars(module)["__deepcopy__"] = functools.partial(PlainCopies._deepcopy, self)
-        vars(module)["__reduce_ex__"] = functools.partial(PlainCopies._reduce_ex, self)
-        scriptable = functools.partial(PlainCopies._prepare_scriptable, self)
-        vars(module)["__prepare_scriptable__"] = scriptable
+        methods: dict[str, Callable[..., Any]] = {
+            "__deepcopy__": PlainCopies._deepcopy,
+            "__reduce_ex__": PlainCopies._reduce_ex,
+            "__prepare_scriptable__": PlainCopies._prepare_scriptable,
+        }
+        has_own = "save_pretrained" in vars(module)
+        if not has_own and getattr(type(module), "save_pretrained", None) is not None:
+            methods["save_pretrained"] = PlainCopies._save_pretrained
+        self._names = (*methods,)
+        for name, method in methods.items():
+            # Not a bound method, which torch.jit would compile.
+            vars(module)[name] = functools.partial(method, self)
 
     def remove(self) -> None:
         """Removes the methods."""
         module = self._module()
         if module is None:  # replaced by another one
             return
-        for name in _METHODS:
+        for name in self._names:
             vars(module).pop(name, None)
 
     def _deepcopy(self, memo: dict[int, Any]) -> Any:
@@ -86,7 +92,7 @@ class PlainCopies:
             self._masters.copy(tensor, memo)
         for table, key in self._entries():
             memo[id(table[key])] = table[key]  # not copied, as the next loop drops it
-        with replaced(vars(module), {}):
+        with replaced(vars(module), dict.fromkeys(self._names)):
             copied = deepcopy_by_class(module, memo)
         for table, key in self._entries():
             memo.get(id(table), {}).pop(key, None)
@@ -99,7 +105,7 @@ class PlainCopies:
         stand_ins: dict[int, Tensor] = {}
         for tensor in named_tensors(module).values():
             stand_ins[id(tensor)] = self._masters.stand_in(tensor)
-        plain = {}
+        plain: dict[str, Any] = dict.fromkeys(self._names)
         for name in ("_parameters", "_buffers"):
             plain[name] = {
                 key: stand_ins.get(id(tensor)) for key, tensor in attributes[name].items()
@@ -118,6 +124,10 @@ class PlainCopies:
         """Returns what ``torch.jit.script`` compiles in place of the module."""
         module: Any = self._module()
         return shallow_copy(module, self._masters)
+
+    def _save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Saves the plain module: Hugging Face's method also saves the parameters' dtype."""
+        return self._prepare_scriptable().save_pretrained(*args, **kwargs)
 
     def _entries(self) -> Iterator[tuple[dict[int, Any], int]]:
         """Yields the tables that hold amp's hooks, with the key of each."""
@@ -149,11 +159,13 @@ def shallow_copy(model: nn.Module, masters: MasterTable) -> Any:
 
 @contextmanager
 def replaced(attributes: dict[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
-    """Replaces some of a module's attributes, and hides its methods of this file."""
-    before = {name: attributes[name] for name in (*_METHODS, *values)}
-    for name in _METHODS:
-        del attributes[name]
-    attributes.update(values)
+    """Replaces some of a module's attributes; hides those whose value is ``None``."""
+    before = {name: attributes[name] for name in values}
+    for name, value in values.items():
+        if value is None:
+            del attributes[name]
+        else:
+            attributes[name] = value
     try:
         yield
     finally:

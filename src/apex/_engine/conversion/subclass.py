@@ -191,8 +191,6 @@ class _Method:
             return functools.partial(function, model)  # dynamo cannot trace MethodType
         if _is_compiling():
             return MethodType(function, model)
-        if self._name == "save_pretrained":  # it saves the parameters' dtype, too
-            return getattr(copy.copy(model), self._name)
         state = _own_state(model)
         reader = sys._getframe(1)
         state.use(model, reader)
