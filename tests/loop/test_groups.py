@@ -100,6 +100,37 @@ def test_a_frozen_parameter_stays_and_gets_its_master_when_it_is_unfrozen(level)
     assert optimizer.param_groups[0]["params"][0].dtype is torch.float32
 
 
+def by_attribute(params, trains):
+    for param in params:
+        param.requires_grad = trains
+
+
+def by_method(params, trains):
+    assert all(param.requires_grad_(trains) is param for param in params)
+
+
+@pytest.mark.parametrize("freeze", [by_attribute, by_method])
+def test_a_group_is_frozen_through_its_optimizer(level, freeze):
+    """As Lightning's ``toggle_optimizer`` does: no pass of another optimizer adds to it."""
+    first, last = nn.Linear(4, 4), nn.Linear(4, 2)
+    parts = loops.sgd(first.parameters()), loops.sgd(last.parameters())
+    model, (optimizer, other) = amp.initialize(
+        nn.Sequential(first, last), [*parts], opt_level=level, loss_scale=64.0, verbosity=0
+    )
+    frozen = optimizer.param_groups[0]["params"]
+    before = loops.masters(optimizer)
+    freeze(frozen, False)
+    assert not any(param.requires_grad for param in [*frozen, *first.parameters()])
+    loops.train_step(model, other, *loops.batch())
+    assert all(param.grad is None for param in frozen)
+    assert loops.same(before, loops.masters(optimizer))
+    freeze(frozen, True)
+    loops.train_step(model, optimizer, *loops.batch())
+    assert not loops.same(before, loops.masters(optimizer))
+    first.requires_grad_(False)
+    assert not any(param.requires_grad for param in frozen)
+
+
 @pytest.mark.parametrize("level", ["O5"])  # at O2 a plain backward reaches no master
 def test_a_frozen_parameter_with_a_gradient_is_stepped_as_torch_does(level):
     def trained(prepares):

@@ -19,6 +19,8 @@ Note [One gradient in one place]
     the model. So a clip, a mask, a hook or a ``zero_grad`` over either side is the same thing.
     A gradient that a pass adds to is fp32, unless it is known to be zero.
 
+    ``requires_grad`` is the model parameter's, too: what freezes a group freezes the model.
+
     The master's own slot, which autograd and dynamo see, holds what the property shows while the
     model's gradient has 16 bits and its values are not needed in fp32: see :func:`shown`.
 """
@@ -41,7 +43,13 @@ from apex._core import dtypes, rounding
 from apex._torch import dtensor, foreach, parameters, processes, ranks
 from apex._torch.dynamo import untraced
 from apex._torch.modules import named_parameters
-from apex._torch.parameters import grad_of, set_grad, without_overrides
+from apex._torch.parameters import (
+    grad_of,
+    requires_grad_of,
+    set_grad,
+    set_requires_grad,
+    without_overrides,
+)
 
 _WRITTEN = -1
 """A version that no tensor has, so the master counts as written."""
@@ -92,6 +100,22 @@ class Master(nn.Parameter):
         set_grad(self if self._apex_model is None else self._apex_model, value)
 
     _grad = grad  # torch's second name for it, which asynchronous actor-critic programs assign
+
+    @property
+    def requires_grad(self) -> bool:
+        """The model parameter's, for which autograd computes gradients."""
+        return requires_grad_of(self if self._apex_model is None else self._apex_model)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        set_requires_grad(self, value)
+        if self._apex_model is not None:
+            self._apex_model.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> Master:
+        """Sets it, and returns the master."""
+        self.requires_grad = requires_grad
+        return self
 
     def __hash__(self) -> int:
         """The hash of the model parameter: in dicts and sets, the two are one key.
@@ -189,11 +213,11 @@ class MasterPair:
         self._storage = model.detach()  # held so that no other storage takes its address
         master._apex_pair = weakref.ref(self)
         set_grad(master, None)
+        if master.is_leaf and master.requires_grad:  # of a loss that uses the master itself
+            master.register_post_accumulate_grad_hook(_give_to_model)  # type: ignore[no-untyped-call]
         master._apex_model = model
         for side in (model, master):
             side.grad_dtype = None
-        if master.is_leaf and master.requires_grad:  # of a loss that uses the master itself
-            master.register_post_accumulate_grad_hook(_give_to_model)  # type: ignore[no-untyped-call]
         mark_synced([self])
 
     def exact_value(self) -> Tensor:

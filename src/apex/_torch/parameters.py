@@ -21,6 +21,12 @@ set_grad: Any = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 grad_of: Callable[[Tensor], Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 """Returns the gradient that autograd holds for a parameter, past a property of its class."""
 
+set_requires_grad: Any = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+"""torch's own setter of ``param.requires_grad``, past a property of its class."""
+
+requires_grad_of: Callable[[Tensor], bool] = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+"""Returns whether autograd computes gradients for a parameter, past a property of its class."""
+
 uncounted: Callable[[Tensor], Tensor] = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 """Returns an alias of a tensor; writes to it do not increment the version counter."""
 
