@@ -507,6 +507,26 @@ def test_a_loss_of_a_master_itself_adds_to_the_gradient(level):
     assert training.grads("model") == [factor + 4.0 for factor in ONE]
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.filterwarnings("ignore:A hook on a 16-bit parameter")
+def test_hooks_on_what_an_optimizer_steps_run(level):
+    def halve(param):
+        param.grad.mul_(0.5)
+
+    training = Training(level)
+    first, second, *_ = training.side("groups")
+    handles = [
+        first.register_hook(lambda grad: grad * 0.5),
+        second.register_post_accumulate_grad_hook(halve),
+    ]
+    training.block(*ONE)
+    assert training.grads() == [1.5, 2.0, 1.0, 2.0]
+    for handle in handles:
+        handle.remove()
+    training.block(*ONE)
+    assert training.grads() == [4.5, 6.0, 2.0, 4.0]
+
+
 @pytest.mark.parametrize("level", ["O2", "O3", "O5 scaled"])
 def test_a_hook_on_a_16_bit_parameter_is_said_to_see_scaled_gradients(level):
     training = Training(level)

@@ -19,7 +19,8 @@ Note [One gradient in one place]
     the model. So a clip, a mask, a hook or a ``zero_grad`` over either side is the same thing.
     A gradient that a pass adds to is fp32, unless it is known to be zero.
 
-    ``requires_grad`` is the model parameter's, too: what freezes a group freezes the model.
+    ``requires_grad`` and hooks are the model parameter's, too: what freezes a group freezes the
+    model.
 
     The master's own slot, which autograd and dynamo see, holds what the property shows while the
     model's gradient has 16 bits and its values are not needed in fp32: see :func:`shown`.
@@ -37,6 +38,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex._core import dtypes, rounding
@@ -56,6 +58,12 @@ _WRITTEN = -1
 
 _ZERO = "_apex_zero"
 """Attribute of a gradient: its version when it was last known to be zero."""
+
+
+_register_hook: Callable[..., RemovableHandle] = nn.Parameter.register_hook
+_register_final_hook: Callable[..., RemovableHandle] = (
+    nn.Parameter.register_post_accumulate_grad_hook
+)
 
 
 class Master(nn.Parameter):
@@ -97,25 +105,37 @@ class Master(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        set_grad(self if self._apex_model is None else self._apex_model, value)
+        set_grad(self._apex_leaf, value)
 
     _grad = grad  # torch's second name for it, which asynchronous actor-critic programs assign
 
     @property
+    def _apex_leaf(self) -> nn.Parameter:
+        """The parameter for which autograd computes the gradient."""
+        return self if self._apex_model is None else self._apex_model
+
+    @property
     def requires_grad(self) -> bool:
-        """The model parameter's, for which autograd computes gradients."""
-        return requires_grad_of(self if self._apex_model is None else self._apex_model)
+        """Whether autograd computes the gradient of the model parameter."""
+        return requires_grad_of(self._apex_leaf)
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         set_requires_grad(self, value)
-        if self._apex_model is not None:
-            self._apex_model.requires_grad = value
+        set_requires_grad(self._apex_leaf, value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Master:
         """Sets it, and returns the master."""
         self.requires_grad = requires_grad
         return self
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        """Registers a hook on the gradient of the model parameter."""
+        return _register_hook(self._apex_leaf, hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """Registers a hook that runs when the model parameter has its gradient."""
+        return _register_final_hook(self._apex_leaf, hook)
 
     def __hash__(self) -> int:
         """The hash of the model parameter: in dicts and sets, the two are one key.
@@ -214,7 +234,7 @@ class MasterPair:
         master._apex_pair = weakref.ref(self)
         set_grad(master, None)
         if master.is_leaf and master.requires_grad:  # of a loss that uses the master itself
-            master.register_post_accumulate_grad_hook(_give_to_model)  # type: ignore[no-untyped-call]
+            master.register_post_accumulate_grad_hook(_give_to_model)
         master._apex_model = model
         for side in (model, master):
             side.grad_dtype = None
