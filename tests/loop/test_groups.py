@@ -83,6 +83,24 @@ def test_a_group_that_a_script_fills_with_the_models_parameters_steps_masters(le
     assert loops.same(*ends)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_weight_that_moves_to_another_optimizer_is_cleared_by_that_alone(level, set_to_none):
+    model = loops.net()
+    optimizers = [loops.sgd(part.parameters()) for part in (model[0], model[2])]
+    amp.initialize(model, optimizers, opt_level=level, loss_scale=64.0, verbosity=0)
+    first, second = optimizers
+    moved = first.param_groups[0]["params"].pop()
+    second.add_param_group({"params": [moved]})
+    loops.backward(model, optimizers, *loops.batch())
+    grad = moved.grad.clone()
+    first.zero_grad(set_to_none=set_to_none)
+    assert torch.equal(moved.grad, grad)
+    loops.backward(model, optimizers, *loops.batch())
+    assert torch.equal(moved.grad, 2.0 * grad)
+    second.zero_grad(set_to_none=set_to_none)
+    assert not (moved.grad is not None and moved.grad.any())
+
+
 # -- frozen weights --------------------------------------------------------------------------
 
 

@@ -92,7 +92,7 @@ class AmpOptimizer(Optimizer):
             with masters.shown(prepared.pairs):
                 own_method(*args, **kwargs)
             if function.__module__.startswith(("torch.optim.", "apex.optimizers.")):
-                masters.mark_zeros(prepared.pairs)
+                masters.mark_zeros(filter(None, map(prepared.masters.pair_of, cleared)))
             else:  # it may leave gradients for the next pass to add to
                 cleared = masters.without_grad(cleared)
         prepared.session.forget_cleared(cleared)
