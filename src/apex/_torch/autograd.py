@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -40,15 +40,19 @@ def is_recorded(device: torch.device) -> bool:
     )
 
 
+def unrecorded() -> AbstractContextManager[None]:
+    """Returns a block whose operators a trace of ``torch.jit.trace`` does not record."""
+    trace: Any = torch._C._get_tracing_state()
+    return nullcontext() if trace is None else _unrecorded(trace)
+
+
 @contextmanager
-def unrecorded() -> Iterator[None]:
-    """Keeps the operators inside the block out of a trace of ``torch.jit.trace``."""
-    tracing = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)
+def _unrecorded(trace: Any) -> Iterator[None]:
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch._C._set_tracing_state(tracing)
+        torch._C._set_tracing_state(trace)  # type: ignore[attr-defined]
 
 
 _RUNNERS = {
