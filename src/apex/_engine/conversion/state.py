@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes, tree
@@ -22,6 +23,7 @@ from apex._engine.autocast.region import Region
 from apex._engine.conversion.copies import PlainCopies
 from apex._engine.conversion.plan import ModelPlan, modules_in_fp32
 from apex._engine.session import STATE, Session
+from apex._torch import ranks
 from apex._torch.autograd import backward_id, unrecorded
 from apex._torch.ddp import active_wrapper
 from apex._torch.dynamo import at_tracing, is_tracing, recompile_on_change, untraced
@@ -61,6 +63,9 @@ class ModelState:
         self._handles: list[Removable] = []
         # A region in place of the session's.
         self._region: Region | None = None
+        # The wrappers of parts of the model at its first forward pass with gradients; a walk takes
+        # 5 us a module.
+        self._parts: list[weakref.ref[DistributedDataParallel]] | None = None
         # By ``id`` of a tensor: its entry in the state dict that is being made.
         self._saved = weakref.WeakValueDictionary[int, Tensor]()
 
@@ -89,13 +94,15 @@ class ModelState:
         self.was_copied = True
 
     def begin_forward(self, model: nn.Module) -> None:
-        """Rounds written masters into the model, and records the active DDP wrapper.
+        """Rounds written masters into the model, and records the DDP wrappers around and in it.
 
-        A pass that is being traced only records the wrapper. Compiled code does neither.
+        A pass that is being traced only records the one around it. Compiled code does neither.
         """
         is_traced = torch.compiler.is_compiling() or is_tracing()
         if not is_traced:
             self.use(model)
+            for wrapper in self._wrappers_in(model):
+                self.session.mark_forward(wrapper, traced=False)
         self.record_wrapper(traced=is_traced)
 
     def await_backward(self, model: nn.Module, output: Any) -> None:
@@ -112,6 +119,15 @@ class ModelState:
             self.session.hook_params()
         if wrapper is not None:
             self.session.mark_forward(wrapper, traced=traced)
+
+    def _wrappers_in(self, model: nn.Module) -> list[DistributedDataParallel]:
+        if self._parts is None:
+            if not ranks.is_running() or not torch.is_grad_enabled():
+                return []
+            wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+            self._parts = [*map(weakref.ref, wrappers)]
+        parts = [reference() for reference in self._parts]
+        return [wrapper for wrapper in parts if wrapper is not None]
 
     def use(self, model: nn.Module, reader: FrameType | None = None) -> None:
         """Rounds written masters into the model, for a forward or for what reads a method."""
