@@ -12,12 +12,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex import amp
 from apex.parallel import reduce_in_fp32
-from tests.distributed.cases import WRAPPERS, backward, initialized, net, prepare, rank_batch, state
+from tests.distributed.cases import (
+    WRAPPERS,
+    backward,
+    initialized,
+    joined,
+    net,
+    prepare,
+    rank_batch,
+    state,
+)
 from tests.support import loops
 
 pytestmark = pytest.mark.distributed
-
-ENTRIES = ("O1", "O2", "O5")
 
 
 def accumulate(rank, parallel, optimizer, model, updates=3):
@@ -62,6 +69,37 @@ def test_no_sync_of_compiled_models_is_that_of_eager_ones(on_two_ranks, where):
         torch.testing.assert_close(*map(torch.tensor, found), rtol=2.0**-7, atol=2.0**-7)
 
 
+# -- around a part of the model --------------------------------------------------------------
+
+
+def accumulate_in_a_part(rank, level):
+    model, optimizer = initialized(level, nn.Sequential(net(rank)))
+    model[0] = DistributedDataParallel(model[0])
+    model.no_sync = model[0].no_sync
+    return accumulate(rank, model, optimizer, model)
+
+
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
+def test_a_model_with_a_wrapped_part_trains_as_a_wrapped_model(on_two_ranks, level):
+    first, second = on_two_ranks(accumulate_in_a_part, level)
+    assert first == second == on_two_ranks(accumulate_eager, level)[0]
+
+
+def part_wrapped_first(rank):
+    model = nn.Sequential(DistributedDataParallel(net(rank)))
+    model, _ = initialized("O5", model)
+    with pytest.raises(RuntimeError, match="before its parameters were cast"):
+        model(rank_batch(rank, 0)[0])
+    return True
+
+
+def test_a_part_wrapped_before_its_parameters_are_cast_is_told_the_order(on_two_ranks):
+    assert on_two_ranks(part_wrapped_first) == [True, True]
+
+
+# -- several ---------------------------------------------------------------------------------
+
+
 def train_one_optimizer_of_several_wrappers(rank, level):
     with torch.random.fork_rng():
         torch.manual_seed(rank)
@@ -84,6 +122,41 @@ def train_one_optimizer_of_several_wrappers(rank, level):
 def test_masters_of_several_wrappers_are_sent_in_one_order(on_two_ranks, level):
     first, second = on_two_ranks(train_one_optimizer_of_several_wrappers, level)
     assert first == second
+
+
+def train_gan(level, seed, batches, wrap=lambda model: model):
+    """The generator's pass reaches the discriminator, whose step has left gradients."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        models = [nn.Linear(4, 2), nn.Linear(2, 1)]
+    optimizers = [loops.sgd(model.parameters()) for model in models]
+    models, optimizers = initialized(level, models, optimizers)
+    generator, discriminator = map(wrap, models)
+    for x, y in batches:
+        fake = generator(x)
+        optimizers[1].zero_grad()
+        loss = (
+            discriminator(fake.detach()).float().mean() - discriminator(y).float().square().mean()
+        )
+        loops.scaled_backward(loss, optimizers[1])
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        loops.scaled_backward(discriminator(fake).float().square().mean(), optimizers[0])
+        optimizers[0].step()
+    return [master.tolist() for optimizer in optimizers for master in loops.masters(optimizer)]
+
+
+def train_gan_on_ranks(rank, level):
+    return train_gan(level, rank, map(rank_batch, [rank] * 3, range(3)), DistributedDataParallel)
+
+
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
+def test_a_pass_through_the_model_of_another_optimizer_trains_as_one_process(on_two_ranks, level):
+    first, second = on_two_ranks(train_gan_on_ranks, level)
+    assert first == second
+    alone = train_gan(level, 0, map(joined, range(3)))
+    for found in zip(first, alone, strict=True):
+        torch.testing.assert_close(*map(torch.tensor, found), rtol=2.0**-6, atol=2.0**-6)
 
 
 def zero_in_place(rank, level, views):
