@@ -72,16 +72,18 @@ def test_no_sync_of_compiled_models_is_that_of_eager_ones(on_two_ranks, where):
 # -- around a part of the model --------------------------------------------------------------
 
 
-def accumulate_in_a_part(rank, level):
+def accumulate_in_a_part(rank, level, wrap):
     model, optimizer = initialized(level, nn.Sequential(net(rank)))
-    model[0] = DistributedDataParallel(model[0])
+    model[0] = WRAPPERS[wrap](model[0])
     model.no_sync = model[0].no_sync
     return accumulate(rank, model, optimizer, model)
 
 
-@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
-def test_a_model_with_a_wrapped_part_trains_as_a_wrapped_model(on_two_ranks, level):
-    first, second = on_two_ranks(accumulate_in_a_part, level)
+@pytest.mark.parametrize(
+    ("level", "wrap"), [("O1", "torch"), ("O2", "torch"), ("O5", "torch"), ("O2", "apex delayed")]
+)
+def test_a_model_with_a_wrapped_part_trains_as_a_wrapped_model(on_two_ranks, level, wrap):
+    first, second = on_two_ranks(accumulate_in_a_part, level, wrap)
     assert first == second == on_two_ranks(accumulate_eager, level)[0]
 
 

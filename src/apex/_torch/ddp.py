@@ -9,7 +9,10 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 SENDS_LATER = "_apex_sends_later"
-"""Key in a wrapper's ``__dict__``: whether it sends gradients later, without torch's reducer."""
+"""Key in the ``__dict__`` of a wrapper that sends gradients after the pass, without torch's reducer.
+
+It is true while a forward pass runs that will send them.
+"""
 
 _NAMES_IN_C = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
 """Parts of the names of 16-bit dtypes in what a wrapper logs."""

@@ -140,6 +140,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._delayed: DelayedReduction | None = None
         reduction = self._reduction()
         if self.delay_allreduce:
+            self.__dict__[SENDS_LATER] = False
             self._delayed = DelayedReduction(self._reduced_params(), reduction)
         elif not reduction.is_plain:
             super().register_comm_hook(reduction, _in_background)
@@ -167,6 +168,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.__dict__[SENDS_LATER] = syncs
         with self.no_sync():  # keeps torch's reducer idle
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        self.__dict__[SENDS_LATER] = False
         self.require_forward_param_sync = syncs
         if torch.is_grad_enabled():
             self._delayed.enable(output, on=syncs)
