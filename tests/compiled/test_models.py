@@ -69,9 +69,11 @@ def summed_by(model):
     return lambda x: model(x).sum(1)
 
 
+@pytest.mark.parametrize("calls", [False, True])
 @pytest.mark.parametrize("of", ["torch.compile", "model.compile", "model and loss"])
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
-def test_masters_that_a_script_writes_reach_compiled_code_by_apexs_call(level, of):
+def test_masters_that_a_script_writes_reach_compiled_code(level, of, calls):
+    """As SAM and Lookahead write them; also with apex's own call."""
     for _ in range(2):  # the second model runs code that was traced for the first
         model, optimizer = loops.prepared(level)
         run = model
@@ -83,7 +85,8 @@ def test_masters_that_a_script_writes_reach_compiled_code_by_apexs_call(level, o
         before = run(x)
         for param in amp.master_params(optimizer):
             param.data.mul_(0.5)
-        optimizer._master_params_to_model_params()
+        if calls:
+            optimizer._master_params_to_model_params()
         assert not torch.equal(run(x), before)
         pairs = zip(model.parameters(), amp.master_params(optimizer), strict=True)
         assert all(torch.equal(weight, own.to(weight.dtype)) for weight, own in pairs)

@@ -606,10 +606,9 @@ class MasterTable:
             return tensor
         return rounding.exact_value(tensor, [self.exact_value(tensor)])
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there are no masters."""
-        return not self._by_param
+    def __len__(self) -> int:
+        """Returns the number of pairs."""
+        return len(self._by_param)
 
     def pairs(self) -> list[MasterPair]:
         """Returns every pair, in the order in which they were made."""
@@ -650,6 +649,11 @@ class MasterTable:
             pairs = [pair for pair in known if pair is not None]
             self._by_model[model] = pairs
         return pairs
+
+    def update_models(self) -> None:
+        """Rounds all written masters."""
+        for pairs in self._by_user.values():
+            update_model_from_masters(pairs)
 
     def update_model(self, model: nn.Module) -> None:
         """Rounds the written masters of a model's parameters into them."""

@@ -161,7 +161,7 @@ class Session:
             self.wrappers.append(self.ddp)
             self.under_ddp = True
         # What a join of ranks with fewer batches would not share.
-        drifts = not self.masters.is_empty or self.can_skip
+        drifts = bool(self.masters) or self.can_skip
         self.ddp.mark_forward(wrapper, traced=traced, drifts=drifts)
 
     # -- gradients ---------------------------------------------------------------------------
@@ -186,6 +186,8 @@ class Session:
 
     def hook_params(self) -> None:
         """Prepares each gradient by a hook of its own: compiled code runs none of the output."""
+        if len(self._hooked) == len(self.masters):
+            return
         for pair in self.masters.pairs():
             if pair.model.requires_grad and pair not in self._hooked:
                 hook = _PassReaches(self, pair)

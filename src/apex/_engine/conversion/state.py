@@ -96,7 +96,7 @@ class ModelState:
     def begin_forward(self, model: nn.Module) -> None:
         """Rounds written masters into the model, and records the DDP wrappers around and in it.
 
-        A pass that is being traced only records the one around it. Compiled code does neither.
+        A pass that is being traced only records the one around it. Guards of compiled code round.
         """
         is_traced = torch.compiler.is_compiling() or is_tracing()
         if not is_traced:
@@ -107,16 +107,16 @@ class ModelState:
 
     def await_backward(self, model: nn.Module, output: Any) -> None:
         """Prepares the gradients, when a backward pass reaches the output, for what it adds."""
-        if not self.session.masters.is_empty:
+        if self.session.masters:
             tree.before_backward(output, _PassBegins(model))
 
     @at_tracing  # before torch 2.12, not for a function that gets a module
     def record_wrapper(self, *, traced: bool) -> None:
-        """Records the active DDP wrapper, and in a trace, that no hook of the output will run."""
+        """Records the active DDP wrapper, and in a trace, what comes before the code."""
         wrapper = active_wrapper()
         if traced:
             recompile_on_change(_reference_to_wrapper)
-            self.session.hook_params()
+            recompile_on_change(_before_compiled_code)
         if wrapper is not None:
             self.session.mark_forward(wrapper, traced=traced)
 
@@ -245,6 +245,16 @@ class _PassBegins:
         if model is not None and state is not None and pass_id != self._pass_id:
             self._pass_id = pass_id
             state.session.begin_pass(model)
+
+
+def _before_compiled_code() -> None:
+    """Prepares all models, as a guard, which dynamo calls before each run of compiled code.
+
+    One code serves all models of a class. It rounds no masters, and runs no hooks of outputs.
+    """
+    for session in Session.live:
+        session.masters.update_models()
+        session.hook_params()
 
 
 def _reference_to_wrapper() -> weakref.ref[nn.Module] | None:
