@@ -43,6 +43,32 @@ def test_a_head_put_on_later_trains_with_its_group_from_its_exact_values(level):
     assert optimizer.param_groups[1]["params"][0] is model[2].weight
 
 
+def narrow(model, optimizer):
+    """As scripts prune channels and resize embeddings: the parameters stay."""
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model[0].weight.data = model[0].weight.data[:4].clone()
+        model[0].bias.data = model[0].bias.data[:4].clone()
+        model[2].weight.data = model[2].weight.data[:, :4].clone()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_weights_that_get_data_of_another_shape_train_on(level, reads):
+    plain = loops.net()
+    reference = loops.sgd(plain.parameters())
+    train_plain(plain, reference, 1)
+    narrow(plain, reference)
+    train_plain(plain, reference, seed=2)
+    model, optimizer = prepare(level)
+    loops.train(model, optimizer, 1)
+    narrow(model, optimizer)
+    if reads:
+        shapes = [param.shape for param in amp.master_params(optimizer)]
+        assert shapes == [param.shape for param in plain.parameters()]
+    loops.train(model, optimizer, seed=2)
+    assert close(amp.master_params(optimizer), amp.master_params(reference), eps=4 * EPS[level])
+
+
 @casting_levels
 def test_late_parts_get_the_dtypes_that_the_level_gives_their_like(level):
     model, optimizer = prepare(

@@ -372,6 +372,8 @@ def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool 
                 or model._version != pair._model_version
                 or model.data_ptr() != pair._storage.data_ptr()
             ):
+                if model.shape != pair.master.shape:
+                    _reshape(pair)
                 if model.device != pair.master.device:
                     moved = pair.master.detach().to(model.device)
                     parameters.set_data(pair.master, moved)
@@ -382,6 +384,12 @@ def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool 
             if before_step:  # which may run torch's fused kernels: they count no writes
                 pair._master_version = _WRITTEN
     return any_moved
+
+
+def _reshape(pair: MasterPair) -> None:
+    """Gives a master the shape of its weight, whose ``data`` a script has replaced."""
+    parameters.set_data(pair.master, make_master(pair.model.detach()))
+    mark_synced([pair])
 
 
 def _update_master(pair: MasterPair, *, before_step: bool) -> None:
@@ -410,6 +418,8 @@ def widen_grads(pairs: Iterable[MasterPair]) -> None:
         for pair in pairs:
             grad = pair.model.grad
             if grad is not None and grad.dtype is not torch.float32:
+                if pair.model.shape != pair.master.shape:
+                    _reshape(pair)
                 models.append(pair.model)
                 masters.append(pair.master)
                 grads.append(grad)

@@ -48,7 +48,7 @@ class PlainCopies:
         module: nn.Module,
         masters: MasterTable,
         hooks: Sequence[RemovableHandle],
-        take_in: Callable[[nn.Module], None],
+        take_in: weakref.WeakMethod[Callable[[nn.Module], None]],
     ) -> None:
         """Sets the module's methods.
 
@@ -100,7 +100,9 @@ class PlainCopies:
 
     def _reduce_ex(self, protocol: Any) -> Any:
         module: Any = self._module()
-        self._take_in(module)
+        take_in = self._take_in()
+        if take_in is not None:
+            take_in(module)
         attributes = vars(module)
         stand_ins: dict[int, Tensor] = {}
         for tensor in named_tensors(module).values():

@@ -158,7 +158,8 @@ class ModelState:
             entering = hooks.register_forward_pre_hook(self.before_fp32, with_kwargs=True)
             leaving = hooks.register_forward_hook(self.after_fp32)
             handles += [entering, leaving]
-        copies = PlainCopies(module, self.session.masters, handles, self.take_in)
+        take_in = weakref.WeakMethod(self.take_in)
+        copies = PlainCopies(module, self.session.masters, handles, take_in)
         self._handles += [*handles, copies]
 
     def take_in(self, module: nn.Module, *_: object) -> None:
