@@ -9,7 +9,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 SENDS_LATER = "_apex_sends_later"
-"""Key in the ``__dict__`` of a wrapper that sends gradients after the pass, without torch's reducer.
+"""Key in the ``__dict__`` of a wrapper that sends gradients without torch's reducer, after a pass.
 
 It is true while a forward pass runs that will send them.
 """
