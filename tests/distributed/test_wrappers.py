@@ -72,18 +72,29 @@ def test_no_sync_of_compiled_models_is_that_of_eager_ones(on_two_ranks, where):
 # -- around a part of the model --------------------------------------------------------------
 
 
-def accumulate_in_a_part(rank, level, wrap):
+def accumulate_in_a_part(rank, level, wrap, compiled):
     model, optimizer = initialized(level, nn.Sequential(net(rank)))
     model[0] = WRAPPERS[wrap](model[0])
     model.no_sync = model[0].no_sync
-    return accumulate(rank, model, optimizer, model)
+    called = torch.compile(model, backend="eager") if compiled else model
+    try:
+        return accumulate(rank, called, optimizer, model)
+    finally:
+        torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(
-    ("level", "wrap"), [("O1", "torch"), ("O2", "torch"), ("O5", "torch"), ("O2", "apex delayed")]
+    ("level", "wrap", "compiled"),
+    [
+        ("O1", "torch", False),
+        ("O2", "torch", False),
+        ("O2", "torch", True),
+        ("O5", "torch", False),
+        ("O2", "apex delayed", False),
+    ],
 )
-def test_a_model_with_a_wrapped_part_trains_as_a_wrapped_model(on_two_ranks, level, wrap):
-    first, second = on_two_ranks(accumulate_in_a_part, level, wrap)
+def test_a_model_with_a_wrapped_part_trains_as_a_wrapped_model(on_two_ranks, level, wrap, compiled):
+    first, second = on_two_ranks(accumulate_in_a_part, level, wrap, compiled)
     assert first == second == on_two_ranks(accumulate_eager, level)[0]
 
 

@@ -96,14 +96,12 @@ class ModelState:
     def begin_forward(self, model: nn.Module) -> None:
         """Rounds written masters into the model, and records the DDP wrappers around and in it.
 
-        A pass that is being traced only records the one around it. Guards of compiled code round.
+        A pass that is being traced only records the wrappers. Guards of compiled code round.
         """
         is_traced = torch.compiler.is_compiling() or is_tracing()
         if not is_traced:
             self.use(model)
-            for wrapper in self._wrappers_in(model):
-                self.session.mark_forward(wrapper, traced=False)
-        self.record_wrapper(traced=is_traced)
+        self.record_wrappers(traced=is_traced)
 
     def await_backward(self, model: nn.Module, output: Any) -> None:
         """Prepares the gradients, when a backward pass reaches the output, for what it adds."""
@@ -111,23 +109,30 @@ class ModelState:
             tree.before_backward(output, _PassBegins(model))
 
     @at_tracing  # before torch 2.12, not for a function that gets a module
-    def record_wrapper(self, *, traced: bool) -> None:
-        """Records the active DDP wrapper, and in a trace, what comes before the code."""
-        wrapper = active_wrapper()
+    def record_wrappers(self, *, traced: bool) -> None:
+        """Records the DDP wrappers of the model's parts, and the active one.
+
+        In a trace, also what comes before each run of the code.
+        """
+        wrappers = [part() for part in self._wrapped_parts()]
+        wrappers.append(active_wrapper())
         if traced:
             recompile_on_change(_reference_to_wrapper)
             recompile_on_change(_before_compiled_code)
-        if wrapper is not None:
-            self.session.mark_forward(wrapper, traced=traced)
+        for wrapper in wrappers:
+            if wrapper is not None:
+                self.session.mark_forward(wrapper, traced=traced)
 
-    def _wrappers_in(self, model: nn.Module) -> list[DistributedDataParallel]:
+    def _wrapped_parts(self) -> list[weakref.ref[DistributedDataParallel]]:
         if self._parts is None:
             if not ranks.is_running() or not torch.is_grad_enabled():
                 return []
-            wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-            self._parts = [*map(weakref.ref, wrappers)]
-        parts = [reference() for reference in self._parts]
-        return [wrapper for wrapper in parts if wrapper is not None]
+            self._parts = []
+            for model in self.session.models:
+                if state_of(model) is self:
+                    parts = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+                    self._parts += map(weakref.ref, parts)
+        return self._parts
 
     def use(self, model: nn.Module, reader: FrameType | None = None) -> None:
         """Rounds written masters into the model, for a forward or for what reads a method."""
