@@ -217,13 +217,17 @@ def test_a_momentum_teacher_is_named_once_with_the_line(caplog, level, how, insi
     assert "fp32_modules=['teacher']" in text
 
 
+@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_teacher_that_is_a_model_of_its_own_is_named(caplog, level, frozen):
+def test_a_teacher_that_is_a_model_of_its_own_is_named(caplog, level, frozen, alone):
     student = nn.Sequential(nn.Linear(4, 4))
     teacher = copy.deepcopy(student).requires_grad_(not frozen).eval()
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
-    amp.initialize([student, teacher], optimizer, opt_level=level, verbosity=0)
+    together = [student] if alone else [student, teacher]
+    amp.initialize(together, optimizer, opt_level=level, verbosity=0)
+    if alone:
+        amp.initialize(teacher, opt_level=level, verbosity=0)
     for _ in range(40):
         student.eval()(torch.ones(2, 4))
     for _ in range(4):

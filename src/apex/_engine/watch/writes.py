@@ -191,7 +191,7 @@ class Writes:
         watched: list[tuple[str, Tensor]] = []
         for name, param in named_parameters(model):
             pair = pair_of(param)
-            is_trained = param.requires_grad
+            is_trained = param.requires_grad and len(state.session.members) > 0
             if pair is not None:
                 is_trained = pair.state is MasterState.TRAINED
             if not is_trained:
