@@ -91,7 +91,7 @@ def test_an_adapter_is_merged_into_the_plain_copy(level):
 def test_an_onnx_export_runs_or_names_its_line(level, dynamo):
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
-    model, _optimizer = loops.prepared(level)
+    model, _optimizer = loops.trained(level)
     x = loops.batch()[0]
     with pytest.raises(RuntimeError, match=r"amp\.disable_casts"):
         torch.onnx.export(model, (x,), io.BytesIO(), dynamo=dynamo, verbose=False)

@@ -191,6 +191,8 @@ class _Method:
             return functools.partial(function, model)  # dynamo cannot trace MethodType
         if _is_compiling():
             return MethodType(function, model)
+        if is_exporting_onnx():
+            raise RuntimeError(_ONNX)
         state = _own_state(model)
         reader = sys._getframe(1)
         state.use(model, reader)
