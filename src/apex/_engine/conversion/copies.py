@@ -48,7 +48,7 @@ class PlainCopies:
         module: nn.Module,
         masters: MasterTable,
         hooks: Sequence[RemovableHandle],
-        take_in: weakref.WeakMethod[Callable[[nn.Module], None]],
+        take_in: weakref.WeakMethod[Any],
     ) -> None:
         """Sets the module's methods.
 
