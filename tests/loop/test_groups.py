@@ -84,12 +84,14 @@ def test_a_group_that_a_script_fills_with_the_models_parameters_steps_masters(le
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_weight_that_moves_to_another_optimizer_is_cleared_by_that_alone(level, set_to_none):
+def test_a_weight_that_moves_to_another_optimizer_is_trained_and_cleared_by_that(
+    level, set_to_none
+):
     model = loops.net()
-    optimizers = [loops.sgd(part.parameters()) for part in (model[0], model[2])]
+    optimizers = [loops.fused_adamw_of(part.parameters()) for part in (model[0], model[2])]
     amp.initialize(model, optimizers, opt_level=level, loss_scale=64.0, verbosity=0)
     first, second = optimizers
-    moved = first.param_groups[0]["params"].pop()
+    moved = first.param_groups[0]["params"].pop(0)
     second.add_param_group({"params": [moved]})
     loops.backward(model, optimizers, *loops.batch())
     grad = moved.grad.clone()
@@ -97,8 +99,12 @@ def test_a_weight_that_moves_to_another_optimizer_is_cleared_by_that_alone(level
     assert torch.equal(moved.grad, grad)
     loops.backward(model, optimizers, *loops.batch())
     assert torch.equal(moved.grad, 2.0 * grad)
+    before = moved.detach().clone()
+    second.step()
+    assert not torch.equal(moved, before)
+    assert torch.equal(model[0].weight, moved.to(model[0].weight.dtype))
     second.zero_grad(set_to_none=set_to_none)
-    assert not (moved.grad is not None and moved.grad.any())
+    assert moved.grad is None or not moved.grad.any()
 
 
 # -- frozen weights --------------------------------------------------------------------------

@@ -148,24 +148,30 @@ class PreparedOptimizer:
     def create_missing_masters(self) -> bool:
         """Puts masters in place of trained low-precision parameters in the groups, all or none.
 
-        A frozen parameter without state stays and gets its master when unfrozen. Returns whether
-        masters were created.
+        Finds the pairs anew, as a script may move masters to another optimizer. A frozen parameter
+        without state stays and gets its master when unfrozen. Returns whether masters were created.
         """
         if not self.session.policy.master_weights:
             return False
-        created: dict[int, MasterPair] = {}
+        created: dict[int, nn.Parameter] = {}
+        pairs: list[MasterPair] = []
         with without_overrides():
             for param in self.params():
+                if type(param) is masters.Master:
+                    pair = param._apex_pair()
+                    if pair is not None:
+                        pairs.append(pair)
+                    continue
                 if param.dtype not in dtypes.LOW_PRECISION:
                     continue
                 if is_trained(param) or param in self.optimizer.state:
-                    created[id(param)] = self.masters.create(param, self)
-        if not created:
-            return False
-        known = {id(pair.model) for pair in self.pairs}
-        self.pairs += [pair for key, pair in created.items() if key not in known]
-        exchange(self.optimizer, {key: pair.master for key, pair in created.items()})
-        return True
+                    pair = self.masters.create(param, self)
+                    created[id(param)] = pair.master
+                    pairs.append(pair)
+        self.pairs = pairs
+        if created:
+            exchange(self.optimizer, created)
+        return bool(created)
 
     def close(self) -> None:
         """Puts the model's own parameters back into the groups, with the optimizer's state."""
