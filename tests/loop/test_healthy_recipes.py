@@ -446,6 +446,23 @@ def truncated_backpropagation(level):
         descend(out.float().square().mean(), optimizer)
 
 
+def perturbed_before_the_first_step(level):
+    """As projected gradient descent on weights, and evolution strategies."""
+    model, optimizer = pair_at(level)
+    for _ in range(STEPS):
+        weight = model[0].weight
+        kept = weight.detach().clone()
+        loops.scaled_backward(loss_of(model), optimizer)
+        for _ in range(3):
+            with torch.no_grad():
+                weight.add_(0.01 * weight.grad.sign())
+            loops.scaled_backward(loss_of(model), optimizer)
+        with torch.no_grad():
+            weight.copy_(kept)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def is_recipe(value):
     return inspect.isfunction(value) and [*inspect.signature(value).parameters][:1] == ["level"]
 

@@ -22,7 +22,7 @@ from apex._core.arguments import positional_names
 from apex._core.samples import sample
 from apex._engine.conversion.plan import WIDE
 from apex._engine.conversion.state import ModelState
-from apex._engine.masters import MasterState
+from apex._engine.optimizer.prepared import optimizers_of
 from apex._engine.scaler import Readback
 from apex._engine.watch.sums import Mark, Sums
 from apex._torch.copies import is_readable
@@ -188,12 +188,15 @@ class Writes:
         buffers.
         """
         pair_of = state.session.masters.pair_of
+        stepped: set[int] = set()
+        for prepared in optimizers_of(state.session):
+            stepped.update(map(id, prepared.trained_params()))
         watched: list[tuple[str, Tensor]] = []
         for name, param in named_parameters(model):
             pair = pair_of(param)
             is_trained = param.requires_grad and len(state.session.members) > 0
             if pair is not None:
-                is_trained = pair.state is MasterState.TRAINED
+                is_trained = id(param) in stepped
             if not is_trained:
                 watched.append((name, param))
         if model.training:
