@@ -188,9 +188,7 @@ class Writes:
         buffers.
         """
         pair_of = state.session.masters.pair_of
-        stepped: set[int] = set()
-        for prepared in optimizers_of(state.session):
-            stepped.update(map(id, prepared.trained_params()))
+        stepped = _stepped(state)
         watched: list[tuple[str, Tensor]] = []
         for name, param in named_parameters(model):
             pair = pair_of(param)
@@ -309,6 +307,14 @@ def _by_name(names: Sequence[str], call: tree.Call) -> dict[str, Any]:
         name = names[position] if position < len(names) else str(position)
         named[name] = argument
     return named
+
+
+def _stepped(state: ModelState) -> set[int]:
+    """Returns the ids of the parameters that the optimizers of a model's session hold."""
+    stepped: set[int] = set()
+    for prepared in optimizers_of(state.session):
+        stepped.update(map(id, prepared.trained_params()))
+    return stepped
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
