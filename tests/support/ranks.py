@@ -46,7 +46,9 @@ class Ranks:
         return [result for _, result in answers]
 
     def start(self):
-        context = multiprocessing.get_context("spawn")
+        # A process of its own imports torch, and forks before any other has begun a thread.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp"])
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             arguments = (rank, self.world_size, self.backend, theirs)
