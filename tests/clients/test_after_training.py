@@ -133,7 +133,7 @@ def by_executorch(program, path):
 
 
 @pytest.mark.parametrize("run", [compiled_ahead, by_executorch])
-@levels
+@pytest.mark.parametrize("level", ["O1", "O5"])  # a compilation takes ten seconds
 def test_an_exported_copy_runs_elsewhere(level, run, tmp_path):
     model, _optimizer = loops.prepared(level)
     x = loops.batch()[0]
