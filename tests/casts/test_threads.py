@@ -1,16 +1,16 @@
 """Two threads train two models at once, and data-loader workers see none of amp's casts."""
 
 import copy
-import subprocess
 import sys
 import threading
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from apex import amp
-from tests.support import loops
+from tests.support import loops, ranks
 
 PAIRS = [("O1", "O4"), ("O2", "O5"), ("O1", "O2"), ("O4", "O5"), ("O0", "O3")]
 STEPS = 4
@@ -73,35 +73,25 @@ def test_one_model_in_two_threads_at_once_gives_what_it_gives_alone(level):
     assert loops.same(found, expected)
 
 
-WEIGHTS = """
-import sys, threading, torch
-from torch import nn
-from apex import amp
+def use_the_weight_cache():
+    sys.setswitchinterval(1e-6)
+    model = amp.initialize(nn.Linear(2, 2), opt_level="O4", verbosity=0)
+    model(torch.ones(1, 2).double())  # from now on the kernel of linear is ours, too
+    x = torch.ones(2, 2)
 
-sys.setswitchinterval(1e-6)
-model = amp.initialize(nn.Linear(2, 2), opt_level="O4", verbosity=0)
-model(torch.ones(1, 2).double())  # from now on the kernel of linear is ours, too
-x, start = torch.ones(2, 2), threading.Barrier(2)
+    def work(_):
+        weights = [nn.Parameter(torch.ones(2, 2)) for _ in range(8)]
+        for _ in range(300):
+            with torch.autocast("cpu", torch.bfloat16):  # whose end clears the weight cache
+                for weight in weights:
+                    nn.functional.linear(x @ weight, weight)
 
-def run():
-    weights = [nn.Parameter(torch.ones(2, 2)) for _ in range(8)]
-    start.wait()
-    for _ in range(300):
-        with torch.autocast("cpu", torch.bfloat16):  # whose end clears the weight cache
-            for weight in weights:
-                nn.functional.linear(x @ weight, weight)
-
-threads = [threading.Thread(target=run) for _ in range(2)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-"""
+    in_two_threads(work)
 
 
 def test_two_threads_that_use_the_weight_cache_do_not_wait_for_each_other():
     """In a process of its own: a deadlock with the GIL held stops every thread."""
-    subprocess.run([sys.executable, "-c", WEIGHTS], check=True, timeout=120)
+    ranks.in_new_process(use_the_weight_cache)
 
 
 class Products(Dataset):

@@ -46,9 +46,7 @@ class Ranks:
         return [result for _, result in answers]
 
     def start(self):
-        # A process of its own imports torch, and forks before any other has begun a thread.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp"])
+        context = forking()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             arguments = (rank, self.world_size, self.backend, theirs)
@@ -76,6 +74,19 @@ class Ranks:
             process.terminate()
             process.join()
         self.processes, self.pipes = [], []
+
+
+def forking():
+    """Returns the context of processes that one forks which has imported torch, and no apex."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp"])
+    return context
+
+
+def in_new_process(fn, *args):
+    """Returns what ``fn(*args)`` returned in a process of its own; ``fn`` is a module's own."""
+    with forking().Pool(1) as pool:
+        return pool.apply_async(fn, args).get(SECONDS_FOR_ANSWER)
 
 
 def run_alone(store, fn, *args):
