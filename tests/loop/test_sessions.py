@@ -48,8 +48,8 @@ def test_the_optimizer_may_come_in_a_later_call_than_its_model(level, placeholde
 
 def test_training_at_two_levels_by_turns_equals_training_at_each_alone():
     def losses(level, other=None):
-        pair = loops.prepared(level)
         partner = loops.prepared(other) if other else None
+        pair = loops.prepared(level)
         found = []
         for x, y in loops.batches(3):
             found.append(loops.train_step(*pair, x, y).item())
