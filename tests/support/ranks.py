@@ -77,8 +77,13 @@ class Ranks:
 
 
 def forking():
-    """Returns the context of processes that one forks which has imported torch, and no apex."""
-    context = multiprocessing.get_context("forkserver")
+    """Returns the context of processes that one forks which has imported torch, and no apex.
+
+    Beside a GPU they are spawned: CUDA does not begin in a process that was forked.
+    """
+    import torch
+
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp"])
     return context
 
