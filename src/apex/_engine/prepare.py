@@ -46,7 +46,7 @@ def prepare(
         before = casts.floating_tensors(model)
         undo.callback(casts.undo_convert, model)
         own_plan = plan.without_calls() if fsdp.casts(model) else plan
-        set_state(model, ModelState(own_plan, session), undo)
+        set_state(model, ModelState(model, own_plan, session), undo)
         undo.callback(session.masters.release, model)
         casts.make_masters(session, model, before, trains=bool(optimizers))
     for optimizer in optimizers:

@@ -173,10 +173,6 @@ class Session:
         for member in [*self.members]:
             member.forget_cleared(cleared)
 
-    def begin_pass(self, model: nn.Module) -> None:
-        """Prepares a model's gradients when a backward pass has reached its output."""
-        self.prepare_grads(self.masters.pairs_in(model))
-
     def prepare_grads(self, pairs: Sequence[MasterPair]) -> None:
         """Makes gradients fp32 for a pass that adds to them; of 16 bits, if ranks send them."""
         if self.under_ddp and self.shares_grads([pair.model for pair in pairs]):

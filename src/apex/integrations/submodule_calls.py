@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -38,7 +37,6 @@ class SubmoduleCalls(Region):
             wrapped: Whether DistributedDataParallel calls the model, replacing its forward by a
                 training step.
         """
-        self._model: Any = weakref.ref(model)
         self._state = state
         # Number of running calls of the model and its children; only the outermost casts.
         self._depth = 0
@@ -84,13 +82,13 @@ class SubmoduleCalls(Region):
             handle.remove()
 
     def _note_wrapper(self, module: nn.Module, args: Args) -> None:
-        self._state.begin_forward(module)
+        self._state.begin_forward()
 
     def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Call:
         self._depth += 1
         if self._depth > 1:
             return args, kwargs
-        return begin_call(self._model(), self._state, args, kwargs)
+        return begin_call(self._state, args, kwargs)
 
     def _end(self, module: nn.Module, args: Args, output: Any) -> Any:
         self._depth -= 1

@@ -31,7 +31,7 @@ def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
             set_in_place(tensor, cast, undo)
     flatten_rnns(model)
     if plan.casts_down:
-        state.attach(model)
+        state.attach()
 
 
 def make_masters(

@@ -43,13 +43,15 @@ class Removable(Protocol):
 class ModelState:
     """The conversion state of a model, and the hooks of its modules."""
 
-    def __init__(self, plan: ModelPlan, session: Session) -> None:
+    def __init__(self, model: nn.Module, plan: ModelPlan, session: Session) -> None:
         """Starts with the class's own ``forward``.
 
         Args:
+            model: The model, which keeps this object alive.
             plan: The conversion.
             session: Has the masters of the parameters, and is kept alive.
         """
+        self._model = weakref.ref(model)
         self.plan = plan
         self.session = session
         # A ``forward`` that was set on the object, called in place of the class's.
@@ -68,6 +70,14 @@ class ModelState:
         self._parts: list[weakref.ref[DistributedDataParallel]] | None = None
         # By ``id`` of a tensor: its entry in the state dict that is being made.
         self._saved = weakref.WeakValueDictionary[int, Tensor]()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, also in a forward pass of a replica."""
+        model = self._model()
+        if model is None:
+            raise RuntimeError("The model of this amp state has been deleted.")
+        return model
 
     @property
     def region(self) -> Region:
@@ -93,20 +103,26 @@ class ModelState:
         """Records that the model is deep-copied."""
         self.was_copied = True
 
-    def begin_forward(self, model: nn.Module) -> None:
+    def begin_forward(self) -> None:
         """Rounds written masters into the model, and records the DDP wrappers around and in it.
 
         A pass that is being traced only records the wrappers. Guards of compiled code round.
         """
         is_traced = torch.compiler.is_compiling() or is_tracing()
         if not is_traced:
-            self.use(model)
+            self.use()
         self.record_wrappers(traced=is_traced)
 
-    def await_backward(self, model: nn.Module, output: Any) -> None:
+    def await_backward(self, output: Any) -> None:
         """Prepares the gradients, when a backward pass reaches the output, for what it adds."""
         if self.session.masters:
-            tree.before_backward(output, _PassBegins(model))
+            tree.before_backward(output, _PassBegins(self))
+
+    def begin_pass(self) -> None:
+        """Prepares the gradients: a backward pass has reached an output."""
+        model = self._model()
+        if model is not None:
+            self.session.prepare_grads(self.session.masters.pairs_in(model))
 
     @at_tracing  # before torch 2.12, not for a function that gets a module
     def record_wrappers(self, *, traced: bool) -> None:
@@ -128,25 +144,24 @@ class ModelState:
             if not ranks.is_running() or not torch.is_grad_enabled():
                 return []
             self._parts = []
-            for model in self.session.models:
-                if state_of(model) is self:
-                    parts = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-                    self._parts += map(weakref.ref, parts)
+            for module in self.model.modules():
+                if isinstance(module, DistributedDataParallel):
+                    self._parts.append(weakref.ref(module))
         return self._parts
 
-    def use(self, model: nn.Module, reader: FrameType | None = None) -> None:
+    def use(self, reader: FrameType | None = None) -> None:
         """Rounds written masters into the model, for a forward or for what reads a method."""
         with unrecorded():
             if self.plan.casts_down:
-                self.session.masters.update_model(model)
+                self.session.masters.update_model(self.model)
             self.session.observer.model_used(self, reader)
 
     # -- hooks of modules --------------------------------------------------------------------
 
-    def attach(self, model: nn.Module) -> None:
+    def attach(self) -> None:
         """Registers the hooks of a 16-bit model's modules that have none."""
-        outermost = modules_in_fp32(model, self.plan)
-        for module in model.modules():
+        outermost = modules_in_fp32(self.model, self.plan)
+        for module in self.model.modules():
             if not _has_hooks(module):
                 # Modules inside an fp32 module get its fp32 tensors, so it alone casts.
                 self._attach(module, in_fp32=outermost.get(module, False))
@@ -172,11 +187,9 @@ class ModelState:
 
         They may hold the module's own parameters, as parametrizations do.
         """
-        if not self.plan.casts_down or all(map(_has_hooks, module.children())):
-            return
-        for model in self.session.models:
-            if state_of(model) is self:
-                self.attach(model)
+        is_known = all(map(_has_hooks, module.children()))
+        if self.plan.casts_down and not is_known and self._model() is not None:
+            self.attach()
 
     def before_fp32(self, module: nn.Module, args: tree.Args, kwargs: tree.Kwargs) -> tree.Call:
         """Returns the arguments of a module with every floating tensor in fp32."""
@@ -238,19 +251,18 @@ def _has_hooks(module: nn.Module) -> bool:
 class _PassBegins:
     """A hook of the outputs of one forward pass, by which their model's gradients are prepared."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)  # which may keep its output
+    def __init__(self, state: ModelState) -> None:
+        self._state = weakref.ref(state)  # whose model may keep its output
         # The last pass, as it reaches several outputs.
         self._pass_id = -1
 
     @untraced
     def __call__(self, gradients: object) -> None:
-        model = self._model()
-        state = None if model is None else state_of(model)
+        state = self._state()
         pass_id = backward_id()
-        if model is not None and state is not None and pass_id != self._pass_id:
+        if state is not None and pass_id != self._pass_id:
             self._pass_id = pass_id
-            state.session.begin_pass(model)
+            state.begin_pass()
 
 
 def _before_compiled_code() -> None:

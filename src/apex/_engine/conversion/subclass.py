@@ -195,7 +195,7 @@ class _Method:
             raise RuntimeError(_ONNX)
         state = _own_state(model)
         reader = sys._getframe(1)
-        state.use(model, reader)
+        state.use(reader)
         if averages(reader):
             return lambda: map(state.session.masters.in_fp32, function(model))
         return MethodType(function, model)
@@ -209,7 +209,7 @@ def _casting_forward(own: Any) -> Any:
         if is_exporting_onnx():
             raise RuntimeError(_ONNX)
         run = state.inner_forward or super(Converted, self).forward
-        cast = begin_call(self, state, args, kwargs)
+        cast = begin_call(state, args, kwargs)
         cast_args, cast_kwargs = cast
         if _is_compiling():
             return end_call(state, state.region.run_traced(run, cast_args, cast_kwargs))
@@ -224,7 +224,7 @@ def _casting_forward(own: Any) -> Any:
                 hints.explain(self, state.plan, error)
                 raise
             casts.await_backward(output)
-            state.await_backward(self, output)
+            state.await_backward(output)
         return end_call(state, output)
 
     function = inspect.getattr_static(own, "forward")
@@ -234,11 +234,9 @@ def _casting_forward(own: Any) -> Any:
     return forward
 
 
-def begin_call(
-    model: nn.Module, state: ModelState, args: tree.Args, kwargs: tree.Kwargs
-) -> tree.Call:
+def begin_call(state: ModelState, args: tree.Args, kwargs: tree.Kwargs) -> tree.Call:
     """Begins a forward pass: returns its arguments, cast by the plan."""
-    state.begin_forward(model)
+    state.begin_forward()
     plan = state.plan
     dtype = plan.param_dtype
     if dtype is None:
