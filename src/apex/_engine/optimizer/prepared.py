@@ -85,8 +85,6 @@ class PreparedOptimizer:
         self.overflow = OverflowFlag()
         # Whether gradients overflowed that other optimizers' blocks have left, 0-d.
         self.overflow_of_others: Tensor | None = None
-        # Whether a ``scale_loss`` block was given the optimizer.
-        self.had_block = False
         # Called with a pass and this object after each pass, with it collected.
         self.listeners: list[Callable[..., None]] = []
         # What observers have put on its parameters, until it is plain again.
@@ -186,7 +184,6 @@ class PreparedOptimizer:
         self.settle_overflow(takes=True)
         self.make_room(scaled=begun.scaled, continues=continues)
         self.unfinished_pass = begun
-        self.had_block = True
 
     def lend_to(self, begun: Pass) -> None:
         """Prepares the gradients for a pass that may reach them, and gives them back."""

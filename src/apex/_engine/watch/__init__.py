@@ -98,14 +98,15 @@ class Watch(Observer):
         if not self._blocks_left:
             return
         self._blocks_left -= 1
-        if not block.scaled:
-            return
         self.stop_observing()
         for prepared in block.prepared_optimizers:
-            self.warn(_find_mistake(prepared))
             observer = prepared.session.observer  # of another session, perhaps
             if isinstance(observer, Watch):
                 observer.stop_observing()
+        if not block.scaled:
+            return
+        for prepared in block.prepared_optimizers:
+            self.warn(_find_mistake(prepared))
         may_change = any(map(_averages, block.prepared_optimizers))
         self._inspections[block] = BlockInspection(
             self.warn, block, scaled_loss, may_change=may_change
@@ -165,8 +166,7 @@ class Watch(Observer):
             return
         if self._has_plain_pass:
             self.stop_observing()
-            if not prepared.had_block:
-                self.warn(Mistake.NO_SCALE_LOSS)
+            self.warn(Mistake.NO_SCALE_LOSS)
         self.warn(_find_mistake(prepared))
         if not self._has_trained:
             self._has_trained = prepared.has_grads() or not prepared.params()

@@ -192,7 +192,7 @@ class Writes:
         watched: list[tuple[str, Tensor]] = []
         for name, param in named_parameters(model):
             pair = pair_of(param)
-            is_trained = param.requires_grad and len(state.session.members) > 0
+            is_trained = param.requires_grad and bool(state.session.members)
             if pair is not None:
                 is_trained = id(param) in stepped
             if not is_trained:
