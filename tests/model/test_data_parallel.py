@@ -5,6 +5,7 @@ import threading
 import torch
 from torch import nn
 
+from apex import amp
 from tests.model.cases import EPS, prepare
 from tests.support import loops
 from tests.support.reference.plain_loops import Loop
@@ -80,3 +81,15 @@ def test_a_replicas_state_dict_is_that_of_a_plain_replica(level):
     model, _ = prepare(level)
     assert list(replicate(model).state_dict()) == list(expected)
     assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+
+
+def test_plain_passes_of_replicas_add_in_fp32():
+    model, optimizer = prepare("O5")
+    wrapped = DataParallelOnCPU(model)
+    x, y = loops.batch()
+    loops.loss_of(wrapped, x, y).backward()
+    first = [grad.float() for grad in loops.grads(model.parameters())]
+    for _ in range(9):
+        loops.loss_of(wrapped, x, y).backward()
+    for grad, param in zip(first, amp.master_params(optimizer), strict=True):
+        torch.testing.assert_close(param.grad, 10 * grad, rtol=1e-6, atol=0.0)
