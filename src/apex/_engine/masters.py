@@ -349,18 +349,13 @@ def mark_exact(pairs: Iterable[MasterPair]) -> None:
 
 
 @untraced
-def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool = False) -> bool:
+def update_masters_from_model(pairs: Iterable[MasterPair]) -> bool:
     """Copies written model parameters to their masters, except to masters written as well.
 
     Masters move to the devices of their model parameters. Returns whether one has moved.
 
     An element that rounds to the model's keeps its low bits. Reads nothing on the host, and never
     writes to the model: autograd may have saved its weights for the backward pass.
-
-    Args:
-        pairs: The parameters and masters.
-        before_step: Whether a step follows, which writes the masters. Before the first one of
-            several ranks, masters lose the low bits from before conversion.
     """
     any_moved = False
     trained = MasterState.TRAINED  # each look-up of an Enum's member takes 0.1 us
@@ -380,9 +375,7 @@ def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool 
                     any_moved = True
                 pair._storage = model.detach()
                 if pair.master._version == pair._master_version:
-                    _update_master(pair, before_step=before_step)
-            if before_step:  # which may run torch's fused kernels: they count no writes
-                pair._master_version = _WRITTEN
+                    _update_master(pair)
     return any_moved
 
 
@@ -392,17 +385,28 @@ def _reshape(pair: MasterPair) -> None:
     mark_synced([pair])
 
 
-def _update_master(pair: MasterPair, *, before_step: bool) -> None:
+def _update_master(pair: MasterPair) -> None:
     weight = pair.model.detach()
     exact = pair.master.detach()
     rounded = exact.to(weight.dtype)
-    value = torch.where(rounded == weight, exact, weight)
-    if before_step and pair.state is MasterState.FRESH and ranks.world_size() > 1:
-        # As in apex: a script that broadcasts weights by itself sends no low bits.
-        value = weight
     # Not counted by autograd: a loss that uses masters may have saved them for backward.
-    parameters.uncounted(pair.master).copy_(value)
+    parameters.uncounted(pair.master).copy_(torch.where(rounded == weight, exact, weight))
     mark_synced([pair])
+
+
+@untraced
+def expect_step(pairs: Iterable[MasterPair]) -> None:
+    """Lets masters, which have followed their weights, count as written by the step that follows.
+
+    torch's fused kernels count no writes. Before the first step of several ranks, masters lose the
+    low bits from before conversion, as in apex: a script that broadcasts weights sends none.
+    """
+    fresh = MasterState.FRESH  # each look-up of an Enum's member takes 0.1 us
+    for pair in pairs:
+        is_written = pair.master._version != pair._master_version
+        if pair.state is fresh and not is_written and ranks.world_size() > 1:
+            parameters.uncounted(pair.master).copy_(pair.model.detach())
+        pair._master_version = _WRITTEN
 
 
 # -- gradients --------------------------------------------------------------------------------

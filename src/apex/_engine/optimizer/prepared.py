@@ -198,10 +198,10 @@ class PreparedOptimizer:
     # -- gradients ---------------------------------------------------------------------------
 
     @untraced
-    def update_masters(self, *, before_step: bool = False) -> None:
+    def update_masters(self) -> None:
         """Copies written weights to the masters, for a step or a script that reads them."""
         self.create_missing_masters()
-        if masters.update_masters_from_model(self.pairs, before_step=before_step):
+        if masters.update_masters_from_model(self.pairs):
             move_state(self.optimizer)
 
     @untraced
@@ -219,10 +219,10 @@ class PreparedOptimizer:
                 "loss scale of 1 (loss_scale=1.0; the default of O0, O3, O4 and O5)."
             )
 
-    def update_masters_with_grads(self, *, before_step: bool = False) -> None:
+    def update_masters_with_grads(self) -> None:
         """Finishes an open pass; updates the masters with the model's values and gradients."""
         self.finish_backward()
-        self.update_masters(before_step=before_step)
+        self.update_masters()
         masters.widen_grads(self.pairs)
 
     def has_grads(self) -> bool:
@@ -395,7 +395,7 @@ class PreparedOptimizer:
         """
         # dynamo would trace them. torch marks a step that runs hooks.
         if is_compiling_here() or not getattr(run, "hooked", False):
-            self.update_masters(before_step=True)
+            self._enter_own_step()
             return ()
         self.create_missing_masters()
         if not self.pairs:
@@ -407,7 +407,8 @@ class PreparedOptimizer:
 
     @untraced
     def _enter_own_step(self, *_: object) -> None:
-        self.update_masters(before_step=True)
+        self.update_masters()
+        masters.expect_step(self.pairs)
 
     @untraced
     def _leave_own_step(self, *_: object) -> None:
@@ -453,7 +454,8 @@ class PreparedOptimizer:
         def evaluate() -> Any:
             masters.round_masters(self.pairs)
             loss = closure()
-            self.update_masters_with_grads(before_step=True)
+            self.update_masters_with_grads()
+            masters.expect_step(self.pairs)
             self.session.observer.gradients_used(self)
             return loss
 
