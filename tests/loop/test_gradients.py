@@ -252,16 +252,32 @@ def training_scales(level):
     return "loss_scale" in OPTIONS[level]
 
 
-@pytest.mark.parametrize("kind", [*PASSES, "of one forward", "after all forwards"])
+class KeepsItsLoss(loops.Weights):
+    """Shows its loss as an attribute, not as its output."""
+
+    def forward(self, **factors):
+        self.loss = super().forward(**factors)
+
+
+@pytest.mark.parametrize(
+    "kind", [*PASSES, "of one forward", "after all forwards", "kept by the model", "of a part"]
+)
 @masters
 def test_many_small_gradients_add_up_in_fp32(level, kind):
     """In 16 bits, a sum of 300 would stand still at 256, or be 7 % off."""
-    model, optimizer = loops.prepared(level[:2], model=loops.Weights(), **OPTIONS[level])
-    losses = (model(a=1.0, b=1.0) for _ in range(300))
+    model = loops.Weights()
+    called = model
+    if kind == "kept by the model":
+        model = called = KeepsItsLoss()
+    elif kind == "of a part":
+        model = nn.ModuleList([model])
+    _, optimizer = loops.prepared(level[:2], model=model, **OPTIONS[level])
+    outputs = (called(a=1.0, b=1.0) for _ in range(300))
+    losses = (called.loss if output is None else output for output in outputs)
     if kind == "after all forwards":
         losses = [*losses]
     elif kind == "of one forward":
-        losses = itertools.repeat(model(a=1.0, b=1.0), 300)
+        losses = itertools.repeat(called(a=1.0, b=1.0), 300)
     for index, loss in enumerate(losses):
         if kind in ("block", "delayed"):
             delays = kind == "delayed" and index < 299

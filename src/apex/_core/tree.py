@@ -62,11 +62,17 @@ def tensors(obj: object) -> list[Tensor]:
     return listed
 
 
-def before_backward(output: object, hook: Callable[[Any], None]) -> None:
-    """Calls ``hook`` when a backward pass reaches a tensor in ``output``, with its gradients."""
+def before_backward(output: object, hook: Callable[[Any], None]) -> bool:
+    """Calls ``hook`` when a backward pass reaches a tensor in ``output``, with its gradients.
+
+    Returns whether there is a tensor that one can reach.
+    """
+    found = False
     for tensor in tensors(output):
         if tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(hook)
+            found = True
+    return found
 
 
 def cast(leaf: T, dtype: torch.dtype) -> T:

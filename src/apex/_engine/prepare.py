@@ -49,6 +49,8 @@ def prepare(
         set_state(model, ModelState(model, own_plan, session), undo)
         undo.callback(session.masters.release, model)
         casts.make_masters(session, model, before, trains=bool(optimizers))
+        if not _has_forward(model):  # no hook of its output will run
+            session.hook_params(session.masters.pairs_in(model))
     for optimizer in optimizers:
         prepare_optimizer(session, optimizer, undo)
     undo.callback(session.close)
@@ -74,10 +76,15 @@ def _used_by_script(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     """Returns whether optimizers train a matrix that is used in no forward pass of the models."""
     held: set[int] = set()
     for model in models:
-        if type(model).forward is not nn.Module.forward:  # a ModuleList has none
+        if _has_forward(model):
             held.update(map(id, named_tensors(model).values()))
     for optimizer in optimizers:
         for param in params_of(optimizer):
             if param.dim() > 1 and id(param) not in held:
                 return True
     return False
+
+
+def _has_forward(model: nn.Module) -> bool:
+    """Returns whether scripts call the model itself; they call the parts of a ModuleList."""
+    return type(model).forward is not nn.Module.forward

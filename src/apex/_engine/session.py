@@ -180,11 +180,11 @@ class Session:
         else:
             widen_nonzero_grads(pairs)
 
-    def hook_params(self) -> None:
-        """Prepares each gradient by a hook of its own: compiled code runs none of the output."""
+    def hook_params(self, pairs: Iterable[MasterPair]) -> None:
+        """Prepares each gradient by a hook of its own, where no hook of an output runs."""
         if len(self._hooked) == len(self.masters):
             return
-        for pair in self.masters.pairs():
+        for pair in pairs:
             if pair.model.requires_grad and pair not in self._hooked:
                 hook = _PassReaches(self, pair)
                 handle = pair.model.register_hook(hook)  # type: ignore[no-untyped-call]

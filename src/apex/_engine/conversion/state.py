@@ -115,8 +115,11 @@ class ModelState:
 
     def await_backward(self, output: Any) -> None:
         """Prepares the gradients, when a backward pass reaches the output, for what it adds."""
-        if self.session.masters:
-            tree.before_backward(output, _PassBegins(self))
+        masters = self.session.masters
+        if not masters or tree.before_backward(output, _PassBegins(self)):
+            return
+        if torch.is_grad_enabled():  # the script may find the loss elsewhere
+            self.session.hook_params(masters.pairs_in(self.model))
 
     def begin_pass(self) -> None:
         """Prepares the gradients: a backward pass has reached an output."""
@@ -272,7 +275,7 @@ def _before_compiled_code() -> None:
     """
     for session in Session.live:
         session.masters.update_models()
-        session.hook_params()
+        session.hook_params(session.masters.pairs())
 
 
 def _reference_to_wrapper() -> weakref.ref[nn.Module] | None:
