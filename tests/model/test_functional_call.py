@@ -77,6 +77,16 @@ def test_gradients_per_sample_are_those_of_explicit_casts(level):
     assert loops.same(got, expected)
 
 
+def test_gradients_by_torch_func_leave_those_of_the_model(level):
+    model, _ = loops.prepared(level)
+    x, y = loops.batch()
+    loops.loss_of(model, x, y).backward()
+    before = [param.grad.clone() for param in model.parameters()]
+    loss = sample_loss(lambda params, x: functional_call(model, params, (x,)))
+    grad(loss)(dict(model.named_parameters()), x[0], y[0])
+    assert loops.same([param.grad for param in model.parameters()], before)
+
+
 def test_an_ensemble_by_vmap_gives_what_its_models_give(level):
     models = amp.initialize([loops.net(seed) for seed in range(3)], opt_level=level, verbosity=0)
     plain = copy.deepcopy(models)

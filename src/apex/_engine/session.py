@@ -31,7 +31,7 @@ from apex._engine.scaler import scaler_for
 from apex._engine.wrappers import Wrapper
 from apex._engine.wrappers.ddp import DDPWrappers
 from apex._engine.wrappers.fsdp import Shards
-from apex._torch.autograd import autocast_depth
+from apex._torch.autograd import autocast_depth, is_transformed
 from apex._torch.dynamo import untraced
 
 STATE = "_apex_state"
@@ -175,6 +175,8 @@ class Session:
 
     def prepare_grads(self, pairs: Sequence[MasterPair]) -> None:
         """Makes gradients fp32 for a pass that adds to them; of 16 bits, if ranks send them."""
+        if is_transformed():
+            return
         if self.under_ddp and self.shares_grads([pair.model for pair in pairs]):
             narrow_grads(pairs)
         else:

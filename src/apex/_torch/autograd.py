@@ -35,9 +35,14 @@ def is_recorded(device: torch.device) -> bool:
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or is_transformed()
         or capturing(device)
     )
+
+
+def is_transformed() -> bool:
+    """Returns whether a transform of ``torch.func`` runs, whose passes add to no gradient."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def unrecorded() -> AbstractContextManager[None]:
