@@ -1,6 +1,8 @@
 """Rule C: masters follow weights at the step, and the model follows masters at the forward."""
 
 import functools
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -276,6 +278,25 @@ def test_a_model_that_runs_during_a_step_gets_what_the_step_writes_after_it(leve
         loops.train_step(*plain, x, y)
         assert loops.agree(model, optimizer)
     assert loops.same(loops.masters(optimizer), loops.masters(plain[1]))
+
+
+def test_threads_may_evaluate_while_optimizers_step(level):
+    """Python switches between the threads at almost every line."""
+    model = loops.net()
+    optimizers = [loops.sgd(model[0].parameters()), loops.sgd(model[2].parameters())]
+    model, optimizers = amp.initialize(model, optimizers, opt_level=level, verbosity=0)
+    loops.backward(model.eval(), optimizers, *loops.batch())
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            passes = [threads.submit(forward, model) for _ in range(200)]
+            while not passes[-1].done():
+                for optimizer in optimizers:
+                    optimizer.step()
+        assert all(each.result() is not None for each in passes)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("names", [("SGD", "SGD"), ("SGD", "fused AdamW"), ("fused SGD", "Adam")])

@@ -57,8 +57,9 @@ class Watch(Observer):
         self._has_trained = False
         # Flags on their way to the host: whether a step overwrote what a script wrote.
         self._lost_writes: Readback[None] = Readback()
-        # Comparisons of weights with their masters, by optimizer, until its next step.
-        self._weights = weakref.WeakKeyDictionary[PreparedOptimizer, WeightWatch]()
+        # Comparisons of weights with their masters, by optimizer, until its next step. Its keys stay:
+        # another thread may iterate.
+        self._weights = weakref.WeakKeyDictionary[PreparedOptimizer, WeightWatch | None]()
         self._hooks: list[RemovableHandle] = []
         self._losses = Losses()
         self._writes = weakref.WeakKeyDictionary[ModelState, Writes]()
@@ -75,6 +76,7 @@ class Watch(Observer):
 
     def optimizer_prepared(self, prepared: PreparedOptimizer) -> None:
         """Observes whether a pass reaches fp16 parameters before any ``scale_loss`` block."""
+        self._weights[prepared] = None
         session = prepared.session
         if session.has_scale and session.policy.low_precision is torch.float16:
             self._hooks += hooked(some_of(prepared.trained_params()), self._reach)
@@ -141,7 +143,8 @@ class Watch(Observer):
         is_first = turn == 0
         if not (prepared.pairs and (is_first or phase < 2)):
             return
-        watch = self._weights.pop(prepared, None)
+        watch = self._weights[prepared]
+        self._weights[prepared] = None
         if watch is not None:
             is_lost = watch.lost()
             if is_lost is not None:
@@ -201,7 +204,8 @@ class Watch(Observer):
         Also logs the fix of torch's error about ``lerp_`` from 16-bit weights to a copy.
         """
         for weights in self._weights.values():
-            weights.look()
+            if weights is not None:
+                weights.look()
         if reader is not None and state.was_copied:
             self._writes_of(state).check_average(reader)
 
