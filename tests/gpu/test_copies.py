@@ -1,8 +1,12 @@
 """What is read on the host, and on two devices."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
+from apex._engine.scaler import Readback
 from apex._torch import copies
 from tests.support.emulated_cuda import device
 
@@ -57,3 +61,25 @@ def test_a_host_copy_has_arrived_when_its_event_has_passed():
         device.set_events_pass(True)
     assert copy.arrived
     assert copy.wait().tolist() == [3.0, 3.0]
+
+
+def test_threads_share_a_readback():
+    """As replicas of DataParallel do; Python switches between them at almost every line."""
+    readback = Readback()
+
+    def work(first):
+        arrived = []
+        for number in range(first, first + 100):
+            readback.send(number, torch.full((1,), float(number), device="cuda"))
+            arrived += readback.poll()
+        return arrived
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            arrived = [*threads.map(work, range(0, 2000, 100))]
+    finally:
+        sys.setswitchinterval(interval)
+    values = sorted(sum(arrived, readback.poll(wait=True)))
+    assert values == [(number, [float(number)]) for number in range(2000)]

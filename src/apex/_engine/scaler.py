@@ -58,15 +58,17 @@ class Readback(Generic[T]):
     def poll(self, *, wait: bool = False) -> list[tuple[T, list[float]]]:
         """Returns readings completed since the last call, oldest first; with ``wait``, all."""
         arrived: list[tuple[T, list[float]]] = []
-        while self._copies:
-            source, copy = self._copies[0]
+        while True:
+            try:
+                source, copy = self._copies.popleft()  # first, as other threads may poll
+            except IndexError:
+                return arrived
             is_due = wait or copy.arrived
             if not is_due:
-                break
-            self._copies.popleft()
+                self._copies.appendleft((source, copy))
+                return arrived
             values: list[float] = copy.wait().tolist()
             arrived.append((source, values))
-        return arrived
 
 
 class OverflowFlag:
