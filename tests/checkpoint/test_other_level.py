@@ -1,5 +1,6 @@
 """A checkpoint goes on at another level, with amp off, or with other losses, as far as it can."""
 
+import functools
 import itertools
 import warnings
 
@@ -36,8 +37,8 @@ def save_at(level, name):
 
 @pytest.fixture(scope="module")
 def saved():
-    """What every level saved, by level and optimizer."""
-    return {(lv, name): save_at(lv, name) for lv in (*LEVELS, OFF) for name in OPTIMIZERS}
+    """Returns what a level saved with an optimizer."""
+    return functools.cache(save_at)
 
 
 def resume_at(level, name, states, *, load_first):
@@ -59,7 +60,7 @@ def test_weights_state_and_a_scale_of_the_same_kind_go_on_in_the_dtypes_of_the_l
     saved, before, now
 ):
     name = "SGD" if before < now else "fused AdamW"
-    model_state, optimizer_state, scales = states = saved[before, name]
+    model_state, optimizer_state, scales = states = saved(before, name)
     model, optimizer = resume_at(now, name, states, load_first=before < now)
     stepped = [param for group in optimizer.param_groups for param in group["params"]]
     assert {p.dtype for p in stepped} == {torch.float32}
@@ -81,11 +82,11 @@ def test_weights_state_and_a_scale_of_the_same_kind_go_on_in_the_dtypes_of_the_l
 
 
 def test_there_and_back_by_a_level_with_masters_loses_nothing(saved):
-    states = saved["O1", "fused AdamW"]
+    states = saved("O1", "fused AdamW")
     for level in ("O5", "O2", OFF, "O4"):
         model, optimizer = resume_at(level, "fused AdamW", states, load_first=False)
         states = [model.state_dict(), optimizer.state_dict(), {}]
         del model, optimizer
-    first = saved["O1", "fused AdamW"]
+    first = saved("O1", "fused AdamW")
     assert loops.same(dict(first[0]), dict(states[0]))
     assert loops.same(first[1]["state"], states[1]["state"])

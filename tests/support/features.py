@@ -5,6 +5,9 @@ import torch
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
+has_masters = TORCH_VERSION >= (2, 10)
+"""Whether 16-bit parameters may hold fp32 gradients; else the tests of masters are skipped."""
+
 shards_on_cpu = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"),
     reason="fully_shard of this torch (2.6) calls for events, which its streams on CPUs lack",
