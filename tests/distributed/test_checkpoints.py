@@ -22,7 +22,7 @@ from apex import amp
 from tests.distributed import restarts
 from tests.distributed.cases import START_SCALE, rank_batch
 from tests.support import loops, sharding
-from tests.support.features import shards_on_cpu
+from tests.support.features import copies_before_saving, shards_on_cpu
 
 pytestmark = pytest.mark.distributed
 
@@ -78,6 +78,8 @@ def saved(rank, level, folder):
     model, optimizer = pair_at(level, seed=rank)
     found = trained_on(rank, model, optimizer, range(2))
     dcp.save(states(model, optimizer), checkpoint_id=folder)
+    # In torch 2.6 `get_state_dict` keeps a model alive, and so its casts.
+    amp.restore(getattr(model, "module", model), optimizer)
     return found
 
 
@@ -158,7 +160,7 @@ def goes_on(rank, level, folder, is_async):
     return loops.same((trained_on(rank, model, optimizer, range(2, 5)), amp.state_dict()), expected)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=copies_before_saving)])
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_a_run_that_goes_on_from_a_checkpoint_is_the_uninterrupted_one(
     on_two_ranks, tmp_path, level, is_async

@@ -13,3 +13,9 @@ shards_on_cpu = pytest.mark.skipif(
     reason="fully_shard of this torch (2.6) calls for events, which its streams on CPUs lack",
 )
 """Marks tests in which a model that ``fully_shard`` splits computes, on a CPU."""
+
+copies_before_saving = pytest.mark.skipif(
+    TORCH_VERSION < (2, 7),
+    reason="async_save of this torch (2.6) saves what training writes on a CPU in the meantime",
+)
+"""Marks tests that train while a checkpoint is saved."""

@@ -10,6 +10,7 @@ import pickle
 import runpy
 import socket
 import sys
+import time
 import traceback
 import warnings
 from datetime import timedelta
@@ -145,6 +146,8 @@ def serve(rank, world_size, backend, pipe):
 def answer(rank, world_size, backend, store, fn, args):
     import torch
 
+    from tests.support.features import TORCH_VERSION
+
     torch.manual_seed(0)
     try:
         torch.distributed.init_process_group(
@@ -166,6 +169,8 @@ def answer(rank, world_size, backend, store, fn, args):
     finally:
         gc.collect()  # wrappers that live on hold their group, which must not outlive this call
         if torch.distributed.is_initialized():
+            if TORCH_VERSION < (2, 8):
+                time.sleep(0.1)  # their groups end with the GIL held, for which threads may wait
             torch.distributed.destroy_process_group()
 
 
