@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from apex import RNN
-from apex.RNN import GRU, LSTM, ReLU, RNNBackend, Tanh, cells, mLSTM
+from apex.RNN import GRU, LSTM, ReLU, Tanh, cells, mLSTM
 from apex.RNN.models import toRNNBackend
 from apex.RNN.RNNBackend import RNNCell, bidirectionalRNN, stackedRNN
 from tests.support import loops
@@ -155,10 +155,6 @@ def test_the_backend_takes_cells():
     }  # fmt: skip
     bound = 400**-0.5
     assert LSTM(50, 400, 1).rnns[0].w_ih.std().item() == pytest.approx(bound / 3**0.5, rel=0.1)
-    tensors = [torch.ones(2, 3), torch.zeros(2, 3)]
-    assert RNNBackend.is_iterable(tensors)
-    assert torch.equal(RNNBackend.flatten_list(tensors), torch.stack(tensors))
-    assert RNNBackend.flatten_list(tensors[0]) is tensors[0]
     assert RNN.LSTM is RNN.models.LSTM
 
 

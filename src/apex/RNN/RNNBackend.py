@@ -16,7 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from apex import _unavailable
 from apex._core import arguments
+
+__getattr__ = _unavailable.names_instead(
+    __name__, {"flatten_list": "torch.stack", "is_iterable": "isinstance"}
+)
 
 Hiddens = Sequence[Any]
 """One tensor ``[layers, batch, features]`` per hidden state; with ``collect_hidden``, a list of
@@ -72,8 +77,8 @@ class RNNCell(nn.Module):
             self.w_ho = new_parameter(self.output_size, hidden_size)
         self.b_ih = new_parameter(rows) if bias else None
         self.b_hh = new_parameter(rows) if bias else None
-        # None until the first call, which knows the batch size.
-        self.hidden: list[Any] = [None] * n_hidden_states
+        # Empty until the first call, which knows the batch size.
+        self.hidden: list[Tensor] = []
         self.reset_parameters()
 
     def new_like(self, new_input_size: int | None = None) -> RNNCell:
@@ -94,17 +99,14 @@ class RNNCell(nn.Module):
 
         Moves kept states to the parameters' device and dtype.
         """
-        for index, state in enumerate(self.hidden):
-            size = self.hidden_size if index else self.output_size
-            if state is None or len(state) != bsz:
-                self.hidden[index] = self.w_ih.new_zeros(bsz, size)
-            else:
-                self.hidden[index] = state.to(self.w_ih)
+        if not self.hidden or len(self.hidden[0]) != bsz:
+            self.reset_hidden(bsz)
+        self.hidden = [state.to(self.w_ih) for state in self.hidden]
 
     def reset_hidden(self, bsz: int) -> None:
         """Resets the states to zeros for a batch of ``bsz``."""
-        self.hidden = [None] * self.n_hidden_states
-        self.init_hidden(bsz)
+        sizes = [self.output_size] + [self.hidden_size] * (self.n_hidden_states - 1)
+        self.hidden = [self.w_ih.new_zeros(bsz, size) for size in sizes]
 
     def detach_hidden(self) -> None:
         """Detaches the states from their graph.
@@ -112,13 +114,12 @@ class RNNCell(nn.Module):
         Raises:
             RuntimeError: If there are no states yet.
         """
-        for index, state in enumerate(self.hidden):
-            if state is None:
-                raise RuntimeError(
-                    "detach_hidden was called before the hidden states exist. Call the network or "
-                    "init_hidden(batch_size) first."
-                )
-            self.hidden[index] = state.detach()
+        if not self.hidden:
+            raise RuntimeError(
+                "detach_hidden was called before the hidden states exist. Call the network or "
+                "init_hidden(batch_size) first."
+            )
+        self.hidden = [state.detach() for state in self.hidden]
 
     def forward(self, input: Tensor) -> tuple[Tensor, ...]:
         """Returns the new states, output first, for one step's input ``[batch, features]``."""
@@ -255,18 +256,6 @@ class bidirectionalRNN(Stateful):
         reverse = self.bckwrd(input, collect_hidden, reverse=True)
         output, states = _concatenated(forward, reverse)
         return output, tuple(states)
-
-
-def is_iterable(maybe_iterable: object) -> bool:
-    """Returns whether the argument is a list or tuple."""
-    return isinstance(maybe_iterable, list | tuple)
-
-
-def flatten_list(tens_list: Tensor | Sequence[Tensor]) -> Tensor:
-    """Returns tensors of one shape stacked along a new first dimension; a tensor unchanged."""
-    if isinstance(tens_list, Tensor):
-        return tens_list
-    return torch.stack(list(tens_list))
 
 
 def _concatenated(forward: Any, reverse: Any) -> Any:
