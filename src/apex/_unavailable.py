@@ -18,6 +18,11 @@ _SHARDED = (
     "an optimizer of apex.optimizers"
 )
 _BATCH_NORM = "apex.parallel.SyncBatchNorm on channels_last tensors"
+PARAMETRIZATION = (
+    "apply_weight_norm and remove_weight_norm, or torch.nn.utils.parametrize."
+    "register_parametrization for a rule of your own"
+)
+"""What replaces the classes of apex.reparameterization."""
 
 INSTEAD: Mapping[str, str] = {
     "apex.transformer": "Megatron-LM's megatron.core, to which these modules have moved",
@@ -47,8 +52,14 @@ INSTEAD: Mapping[str, str] = {
     "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
     "apex.parallel.optimized_sync_batchnorm_kernel": "apex.parallel.SyncBatchNorm",
     "apex.parallel.sync_batchnorm_kernel": "apex.parallel.SyncBatchNorm",
+    "apex.reparameterization.Reparameterization": PARAMETRIZATION,
+    "apex.reparameterization.WeightNorm": PARAMETRIZATION,
+    "apex.reparameterization.apply_reparameterization": PARAMETRIZATION,
+    "apex.reparameterization.remove_reparameterization": PARAMETRIZATION,
+    "apex.reparameterization.reparameterization": PARAMETRIZATION,
+    "apex.reparameterization.weight_norm": PARAMETRIZATION,
 }
-"""What to use instead, by module name."""
+"""What to use instead, by the name of a module, or of what a package's users import from it."""
 
 
 class UnavailableFinder:

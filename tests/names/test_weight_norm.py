@@ -1,4 +1,4 @@
-"""apex.reparameterization: values, names, state dicts, removal, rules of users."""
+"""apex.reparameterization: values, names, state dicts, removal."""
 
 import copy
 
@@ -6,14 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from apex.reparameterization import (
-    Reparameterization,
-    WeightNorm,
-    apply_reparameterization,
-    apply_weight_norm,
-    remove_reparameterization,
-    remove_weight_norm,
-)
+from apex import reparameterization
+from apex.reparameterization import apply_weight_norm, remove_weight_norm
 
 
 def net():
@@ -68,6 +62,7 @@ def test_removal_gives_plain_weights_with_the_values_of_now():
     assert model.state_dict().keys() == net().state_dict().keys()
     assert torch.equal(model(x), before)
     assert model[0].weight.is_leaf
+    assert not model[0]._load_state_dict_pre_hooks
     cell = remove_weight_norm(apply_weight_norm(nn.LSTMCell(3, 4)), "weight_ih")
     assert not hasattr(cell, "weight_ih_g")
     assert hasattr(cell, "weight_hh_g")
@@ -92,38 +87,11 @@ def test_state_dicts_of_ours_and_of_apex_load_and_copies_are_apart():
     assert not twin[0].weight.any()
 
 
-class Doubled(Reparameterization):
-    """As apex's users write them: names, parameters, and the weight that they give."""
-
-    def compute_weight(self, module=None, name=None):
-        names = module or self.module, name or self.name
-        module, name = Reparameterization.get_module_and_name(*names)
-        return getattr(module, name + "_half") * 2 + 0 * module.in_features
-
-    def reparameterize(self, name, weight, dim):
-        return [name + "_half"], [nn.Parameter(weight.data / 2)]
-
-
-@pytest.mark.parametrize("hook_child", [True, False])
-def test_rules_of_users_and_their_attributes(hook_child):
-    model = net()
-    before = model[2].weight.detach().clone()
-    apply_reparameterization(model, Doubled, "2.weight", hook_child=hook_child)
-    assert torch.equal(model[2].weight_half, before / 2)
-    assert torch.equal(model[2].weight, before)
-    remove_weight_norm(model)
-    assert hasattr(model[2], "weight_half")
-    remove_reparameterization(model, Doubled)
-    assert type(model[2]) is nn.Linear
-    rule = Reparameterization.apply(model, "0.weight", -2, WeightNorm, hook_child)
-    assert (rule.name, rule.module) == (("weight", model[0]) if hook_child else ("0.weight", model))
-    assert (rule.dim, rule.retain_forward) == (0, True)
-    assert rule.reparameterization_names == ["weight_g", "weight_v"]
-    assert rule.get_params(model[0])[0] is model[0].weight_g
-    assert torch.equal(rule.compute_weight(model, "0.weight"), model[0].weight)
-    rule.remove(rule.module)
-    assert isinstance(model[0].weight, nn.Parameter)
-    assert Reparameterization.apply(net(), "0.bias", 0, WeightNorm) is None
+def test_rules_of_users_are_refused_with_what_to_use():
+    with pytest.raises(AttributeError, match="register_parametrization"):
+        _ = reparameterization.Reparameterization
+    with pytest.raises(ImportError, match="register_parametrization"):
+        from apex.reparameterization import Reparameterization  # noqa: F401
 
 
 BAD_ARGUMENTS = [
@@ -131,14 +99,10 @@ BAD_ARGUMENTS = [
      lambda: apply_weight_norm(nn.Linear(4, 3), "kernel")),
     (ValueError, "already",
      lambda: apply_weight_norm(apply_weight_norm(nn.Linear(4, 3)), "weight")),
-    (TypeError, r"apply_reparameterization got .*a torch\.nn\.Module",
+    (TypeError, r"apply_weight_norm got .*a torch\.nn\.Module",
      lambda: apply_weight_norm(None)),
-    (ValueError, "'weight' has no WeightNorm",
+    (ValueError, "'weight' has no weight norm",
      lambda: remove_weight_norm(nn.Linear(4, 3), "weight")),
-    (TypeError, "Pass a class such as WeightNorm",
-     lambda: apply_reparameterization(nn.Linear(4, 3))),
-    (NotImplementedError, "must define reparameterize",
-     lambda: apply_reparameterization(nn.Linear(4, 3), Reparameterization, "weight")),
 ]  # fmt: skip
 
 

@@ -1,24 +1,25 @@
-"""Weight normalization of a module's parameters, based on torch's parametrizations."""
+"""Weight normalization of a module's parameters, as a parametrization of torch.
+
+Source: Salimans and Kingma, "Weight Normalization", arXiv:1602.07868.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from operator import attrgetter
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
 
+from apex import _unavailable
 from apex._core import arguments
-from apex.reparameterization.reparameterization import Reparameterization, attached, detach
-from apex.reparameterization.weight_norm import WeightNorm
 
-__all__ = [
-    "Reparameterization",
-    "WeightNorm",
-    "apply_reparameterization",
-    "apply_weight_norm",
-    "remove_reparameterization",
-    "remove_weight_norm",
-]
+__all__ = ["apply_weight_norm", "remove_weight_norm"]
+
+__getattr__ = _unavailable.names_instead(__name__, {}, others=_unavailable.PARAMETRIZATION)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -26,21 +27,35 @@ M = TypeVar("M", bound=nn.Module)
 def apply_weight_norm(module: M, name: str = "", dim: int | None = 0, hook_child: bool = True) -> M:
     """Normalizes weights of ``module`` in place and returns it.
 
+    The parts of a weight are attributes: ``module.weight_g`` and ``module.weight_v``. State dicts
+    of apex, and of torch's older weight norm, use these names and can be loaded. The weight is
+    computed when it is read.
+
+    Embeddings and parameters with fewer than two dimensions stay unchanged.
+
     Args:
         module: The module.
         name: Parameter name, qualified for submodules (``"0.weight"``); empty means every parameter
             with two or more dimensions.
         dim: Dimension whose entries each have a norm; None for one norm of the whole weight.
-        hook_child: Whether the rule's ``module`` is the submodule that has the parameter.
-
-    Embeddings and parameters with fewer than two dimensions stay unchanged.
+        hook_child: Has no effect.
 
     Raises:
         AttributeError: If the submodule does not exist.
-        ValueError: If the parameter does not exist, is already normalized, or does not have
+        TypeError: If ``module`` is not a module.
+        ValueError: If the parameter does not exist, is already parametrized, or does not have
             ``dim``.
     """
-    return apply_reparameterization(module, WeightNorm, name, dim, hook_child)
+    arguments.module("apply_weight_norm", module)
+    names = [name]
+    if not name:
+        names = [path for path, _ in module.named_parameters() if "parametrizations." not in path]
+    # Validates every weight before the first one changes.
+    norms = [(path, _weight_norm(module, path, dim)) for path in names]
+    for path, norm in norms:
+        if norm is not None:
+            _normalize(*_owner(module, path), norm)
+    return module
 
 
 def remove_weight_norm(module: M, name: str = "", remove_all: bool = False) -> M:
@@ -50,55 +65,126 @@ def remove_weight_norm(module: M, name: str = "", remove_all: bool = False) -> M
 
     Args:
         module: The module.
-        name: Parameter name, qualified for submodules; empty means all, also in
-            submodules.
+        name: Parameter name, qualified for submodules; empty means all, also in submodules.
         remove_all: Whether to remove all of ``module`` itself, regardless of ``name``.
 
     Raises:
-        ValueError: If the parameter is not normalized.
+        TypeError: If ``module`` is not a module.
+        ValueError: If the parameter is not normalized, or has other parametrizations too.
     """
-    return remove_reparameterization(module, WeightNorm, name, remove_all)
-
-
-def apply_reparameterization(
-    module: M,
-    reparameterization: Callable[..., Reparameterization] | None = None,
-    name: str = "",
-    dim: int | None = 0,
-    hook_child: bool = True,
-) -> M:
-    """Applies a class of rules to weights; for other arguments, see `apply_weight_norm`.
-
-    Raises:
-        TypeError: If ``module`` is not a module, or ``reparameterization`` is not given.
-    """
-    arguments.module("apply_reparameterization", module)
-    names = [name]
-    if not name:
-        names = [path for path, _ in module.named_parameters() if "parametrizations." not in path]
-    for path in names:  # validates every weight before the first one changes
-        Reparameterization.find(module, path, dim)
-    for path in names:
-        Reparameterization.apply(module, path, dim, reparameterization, hook_child)
-    return module
-
-
-def remove_reparameterization(
-    module: M,
-    reparameterization: type[Reparameterization] = Reparameterization,
-    name: str = "",
-    remove_all: bool = False,
-) -> M:
-    """Removes reparameterizations of a class; for other arguments, see `remove_weight_norm`."""
-    arguments.module("remove_reparameterization", module)
+    arguments.module("remove_weight_norm", module)
     if name and not remove_all:
-        owner, weight = Reparameterization.get_module_and_name(module, name)
-        if not isinstance(attached(owner, weight), reparameterization):
-            raise ValueError(f"{name!r} has no {reparameterization.__name__} in {module}.")
-        detach(owner, weight)
+        owner, own_name = _owner(module, name)
+        if own_name not in _norms_of(owner):
+            raise ValueError(f"{name!r} has no weight norm in {module}.")
+        _remove(owner, own_name)
         return module
     for owner in [module] if remove_all else module.modules():
-        for weight in [*getattr(owner, "parametrizations", ())]:
-            if isinstance(attached(owner, weight), reparameterization):
-                detach(owner, weight)
+        for own_name in _norms_of(owner):
+            _remove(owner, own_name)
     return module
+
+
+class _WeightNorm(nn.Module):
+    """``w = g * v / |v|`` for a magnitude ``g`` and a direction ``v``.
+
+    Args:
+        dim: Dimension whose entries each have a norm; -1 for one norm of the whole weight, as in
+            torch's function.
+    """
+
+    # Of the hook that loads state dicts with apex's names.
+    loading: RemovableHandle
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, magnitude: Tensor, direction: Tensor) -> Tensor:
+        """Returns the weight."""
+        return torch._weight_norm(direction, magnitude, self.dim)
+
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns magnitude and direction of a weight."""
+        return torch.norm_except_dim(weight, 2, self.dim), weight
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Returns the submodule of a qualified parameter name, and the name in this submodule."""
+    path, _, own_name = name.rpartition(".")
+    return module.get_submodule(path), own_name
+
+
+def _weight_norm(module: nn.Module, name: str, dim: int | None) -> _WeightNorm | None:
+    """Returns a rule for a parameter; None for a vector or an embedding. Changes nothing."""
+    owner, own_name = _owner(module, name)
+    if parametrize.is_parametrized(owner, own_name):
+        raise ValueError(f"{name!r} is already parametrized. Remove that first.")
+    params = dict(owner.named_parameters(recurse=False, remove_duplicate=False))
+    if own_name not in params:
+        raise ValueError(
+            f"{type(owner).__name__} has no parameter {own_name!r}; it has {list(params)}."
+        )
+    dims = params[own_name].dim()
+    # Embeddings look up rows, often with sparse gradients.
+    if dims < 2 or isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
+        return None
+    if dim is None:
+        return _WeightNorm(-1)
+    if not -dims <= dim < dims:
+        raise ValueError(
+            f"{name!r} has {dims} dimensions, so dim={dim!r} is out of range. Pass one of {-dims} "
+            f"to {dims - 1}, or None for one norm of the whole weight."
+        )
+    return _WeightNorm(dim % dims)
+
+
+def _normalize(owner: Any, name: str, norm: _WeightNorm) -> None:
+    parametrize.register_parametrization(owner, name, norm, unsafe=True)
+    # torch has given this module a separate class, so the properties affect no other module.
+    for part, path in _parts(name).items():
+        setattr(type(owner), part, property(attrgetter(path)))
+    norm.loading = owner.register_load_state_dict_pre_hook(partial(_rename_parts, name))
+
+
+def _parts(name: str) -> dict[str, str]:
+    """Returns apex's names of a weight's parts, with their paths in torch."""
+    path = f"parametrizations.{name}.original"
+    return {f"{name}_g": f"{path}0", f"{name}_v": f"{path}1"}
+
+
+def _rename_parts(
+    name: str, _: nn.Module, state_dict: dict[str, Any], prefix: str, *__: object
+) -> None:
+    """Renames a state dict's keys such as ``weight_g`` to torch's."""
+    for part, path in _parts(name).items():
+        if prefix + part in state_dict:
+            state_dict[prefix + path] = state_dict.pop(prefix + part)
+
+
+def _norms_of(owner: nn.Module) -> dict[str, _WeightNorm]:
+    """Returns the rules of a module's own weights, by name."""
+    norms = {}
+    parametrizations: Any = getattr(owner, "parametrizations", {})
+    for name, rules in parametrizations.items():
+        for rule in rules:
+            if isinstance(rule, _WeightNorm):
+                norms[name] = rule
+    return norms
+
+
+def _remove(owner: Any, name: str) -> None:
+    """Turns a weight back into a parameter with its current value."""
+    if len(owner.parametrizations[name]) > 1:
+        raise ValueError(
+            f"{name!r} of {type(owner).__name__} has parametrizations other than apex's. Remove "
+            "them together with torch.nn.utils.parametrize.remove_parametrizations."
+        )
+    _norms_of(owner)[name].loading.remove()
+    for part in _parts(name):
+        delattr(type(owner), part)
+    value = getattr(owner, name)
+    parametrize.remove_parametrizations(owner, name)
+    if not value.requires_grad:  # torch turns a frozen weight into a buffer
+        delattr(owner, name)
+        setattr(owner, name, nn.Parameter(value, requires_grad=False))
