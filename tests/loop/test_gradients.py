@@ -587,18 +587,6 @@ def test_one_pass_takes_no_memory_of_fp32_without_a_scale(kind):
         assert all(param.grad.dtype is not torch.float16 for param in training.model.parameters())
 
 
-def test_blocks_may_be_nested(level):
-    training = Training(level, optimizers=2)
-    first, second = training.optimizers
-    training.block(*ONE)
-    outer = amp.scale_loss(training.model["f"](a=1.0, b=2.0), first)
-    inner = amp.scale_loss(training.model["g"](a=3.0, b=4.0), second)
-    with outer as scaled_loss, inner as other_scaled_loss:
-        scaled_loss.backward()
-        other_scaled_loss.backward()
-    assert training.grads() == [4.0, 6.0, 4.0, 6.0]
-
-
 def test_steps_that_come_twice_and_never_clear_train_as_a_plain_loop(level):
     trained = []
     for each in (level, None):

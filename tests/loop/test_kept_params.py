@@ -109,11 +109,3 @@ def test_state_of_copies_is_found_by_their_parameters_and_masters(level):
         assert len(optimizer.state) == 4
         state = get_optimizer_state_dict(model, optimizer)["state"]
         assert [*state] == [name for name, _ in model.named_parameters()]
-
-
-def test_data_assigned_to_a_master_reaches_the_model_at_once(level):
-    model, optimizer = loops.prepared(level)
-    weight = model[0].weight
-    master = next(amp.master_params(optimizer))
-    master.data = torch.full_like(master, 1 / 3)
-    assert torch.equal(weight, torch.full_like(weight, 1 / 3))

@@ -54,7 +54,8 @@ def test_what_is_written_into_masters_reaches_the_model(level, write):
             torch._foreach_copy_(list(amp.master_params(optimizer)), new)
     else:
         loops.change(amp.master_params(optimizer), new, write)
-    forward(model)
+    if write != "data":  # which reaches the model at once
+        forward(model)
     assert all((param == 0.25).all() for param in model.parameters())
 
 

@@ -312,15 +312,6 @@ def test_a_method_wrapped_on_the_class_runs_once_inside_amps(level, name):
     assert loops.same(*(loops.masters(optimizer) for _, optimizer in made))
 
 
-def test_accelerate_s_own_wrapper_is_looked_through():
-    accelerate = pytest.importorskip("accelerate")
-    model, optimizer = loops.prepared("O4")
-    model, wrapped = accelerate.Accelerator(cpu=True).prepare(model, optimizer)
-    before = loops.masters(optimizer)
-    loops.train_step(model, wrapped, *loops.batch())
-    assert not loops.same(before, loops.masters(optimizer))
-
-
 def test_an_undo_that_fails_hides_neither_the_error_nor_the_other_undos(caplog):
     undone = []
 

@@ -159,7 +159,9 @@ def test_blocks_inside_each_other_give_the_gradients_of_blocks_after_each_other(
         # The scale grows with every pass, so the outer block ends at another one.
         options = {"num_losses": 2, "loss_scale": "dynamic", "growth_interval": 1}
         amp.initialize(models, optimizers, opt_level=level, verbosity=0, **options)
-        losses = [loops.loss_of(model, *loops.batch()) / 64 for model in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loops.scaled_backward(loops.loss_of(model, *loops.batch()) / 64, optimizer)
+        losses = [loops.loss_of(model, *loops.batch(2)) / 64 for model in models]
         outer, inner = map(amp.scale_loss, losses, optimizers, loss_ids)
         if nested:
             run(outer, inner)
