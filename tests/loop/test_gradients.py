@@ -585,18 +585,3 @@ def test_one_pass_takes_no_memory_of_fp32_without_a_scale(kind):
         training.optimizer.step()
         training.model["f"](a=1.0)  # a forward before zero_grad
         assert all(param.grad.dtype is not torch.float16 for param in training.model.parameters())
-
-
-def test_steps_that_come_twice_and_never_clear_train_as_a_plain_loop(level):
-    trained = []
-    for each in (level, None):
-        training = Training(each, lambda p: loops.sgd(p, lr=0.125))
-        for index in range(6):
-            is_plain = each and index % 2 and not training_scales(level)
-            compute = training.plain if is_plain else training.block
-            compute(*(factor / (index + 1) for factor in ONE))
-            training.optimizer.step()
-            if index % 2:
-                training.optimizer.step()
-        trained.append(training.weights())
-    assert trained[0] == pytest.approx(trained[1], rel=2**-6)
