@@ -7,8 +7,8 @@ from torch import nn
 from apex import amp
 from apex.optimizers import FusedLAMB
 from tests.debug.bodies import Body
+from tests.support import loops
 from tests.support.features import shards_on_cpu
-from tests.support.loops import batch
 from tests.support.sharding import mesh, net, shard
 
 pytestmark = pytest.mark.distributed
@@ -35,7 +35,7 @@ def frozen_with_nan_on_the_last_rank(rank, kind, level):
     optimizer = OPTIMIZERS[kind](model.parameters())
     options = {"opt_level": level, "loss_scale": "dynamic", "verbosity": 0}
     model, optimizer = amp.initialize(model, optimizer, **options)
-    x, y = batch()
+    x, y = loops.batch()
     found = []
     for spoiled in (True, False):
         loss = nn.functional.mse_loss(model(x).float(), y)
@@ -56,6 +56,20 @@ def frozen_with_nan_on_the_last_rank(rank, kind, level):
 def test_a_skipped_step_of_a_sharded_model_freezes_nothing_on_any_rank(on_two_ranks, kind, level):
     expected = [(False, 0), (True, 0)]
     assert on_two_ranks(frozen_with_nan_on_the_last_rank, kind, level) == [expected] * 2
+
+
+def recorded_norm(rank, world_size):
+    model = net() if world_size == 1 else shard(net(), mesh(world_size))
+    model, optimizer = loops.prepared("O4", model=model)
+    with amp.debug.History(optimizer) as history:
+        loops.backward(model, optimizer, *loops.batch())
+    return history.passes[0].grad_norm
+
+
+@shards_on_cpu
+def test_a_recorded_norm_covers_all_shards(on_two_ranks):
+    whole = recorded_norm(0, 1)
+    assert on_two_ranks(recorded_norm, 2) == pytest.approx([whole] * 2, rel=1e-2)
 
 
 @torch.library.custom_op("apex_tests::from_next", mutates_args=())

@@ -259,9 +259,7 @@ def _by_loss(passes: list[Pass]) -> dict[int, list[Pass]]:
 def _norm(params: Iterable[Tensor]) -> Tensor:
     """Returns the L2 norm of the parameters' gradients, over all shards."""
     grads = [dtensor.summed_values(param.grad) for param in params if param.grad is not None]
-    if not dtensor.any_dtensor(grads):
-        return norms.global_norm(grads)  # in fp32: torch's norm has the gradients' dtype
-    norm = torch.nn.utils.get_total_norm(grads)
+    norm = norms.global_norm(grads)  # in fp32: torch's norm has the gradients' dtype
     if dtensor.is_dtensor(norm):
         norm = norm.full_tensor()
     return norm
