@@ -37,21 +37,3 @@ def test_an_orthogonal_weight_is_the_rounded_one_of_fp32(by, level):
     wanted = plain.parametrizations.weight.original.grad
     roundings = 8 * torch.finfo(LOW[level]).eps
     torch.testing.assert_close(master.grad.float(), wanted, rtol=roundings, atol=roundings)
-
-
-def same(model):
-    return model
-
-
-def compiled(model):
-    return torch.compile(model, backend="eager")
-
-
-@pytest.mark.parametrize("made", [same, copy.deepcopy, compiled])
-def test_copies_and_compiled_models_do_so_too(made):
-    model = orthogonal("matrix_exp")
-    expected = model(torch.eye(4))
-    model = amp.initialize(model, opt_level="O5", verbosity=0)
-    with torch.no_grad():
-        out = made(model)(torch.eye(4))
-    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)

@@ -88,13 +88,6 @@ def test_what_is_written_takes_the_dtype_of_its_destination(level, low):
         check(rule, level, low)
 
 
-@LEVELS
-@pytest.mark.parametrize("name", ["index_add_", "scatter_", "put_"])
-def test_fp32_written_into_16_bits_keeps_these(level, low, name):
-    rule = WRITES[name]
-    check(lambda base, out: rule(torch.cat([out, out[:1]]), base[:2]), level, low, low)
-
-
 COO = torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]).to_sparse()
 
 
