@@ -41,6 +41,7 @@ def test_a_weight_without_a_finite_update_does_not_count(grad):
     with frozen_updates(optimizer) as updates:
         optimizer.step()
     assert updates.wanted == 0
+    assert str(updates).startswith("No weight was to move in 1 step: the gradients were 0, ")
 
 
 @pytest.mark.parametrize("fused", [False, True])

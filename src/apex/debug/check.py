@@ -25,7 +25,6 @@ from apex.amp.report import NonfiniteGradient, count, nonfinite_gradients
 from apex.debug import tracing
 from apex.debug.causes import explained, remedies
 from apex.debug.common import counted, held_by, inner, percent, to_json
-from apex.debug.ends import has_gradients
 from apex.debug.place import Finding, innermost_line, unwrapped
 
 
@@ -185,8 +184,6 @@ class FrozenUpdates:
         # The optimizer whose steps count; None counts the steps of all.
         self._only = optimizer
         self._steps = 0
-        # Whether a gradient of a step was not 0.
-        self._has_gradients = False
         # For the report: how the model trains, and the line of the first step.
         self._level = "plain"
         self._line = ""
@@ -253,9 +250,7 @@ class FrozenUpdates:
                 self._stayed.add(dtypes.name(average.dtype))
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
-        """Counts the weights after the step, whose closure may have computed the gradients."""
-        if self._only in (None, optimizer):
-            self._has_gradients = self._has_gradients or has_gradients(optimizer)
+        """Counts the weights after the step."""
         for param, old, wanted in self._wanted:
             differs = wanted != old.to(wanted.dtype)
             moves = differs & torch.isfinite(wanted)
@@ -312,14 +307,16 @@ class FrozenUpdates:
     def __str__(self) -> str:
         if not self._steps:
             return "No optimizer stepped."
-        lines = [f"Updates arrive: {self._counts}."]
-        if not self._has_gradients:
-            lines = [
-                f"No weight got a gradient: in {counted(self._steps, 'step')}, all were 0 or None. "
-                "`apex trace --updates` names where they end."
-            ]
-        elif self.worst is not None:
-            lines = [f"Updates lost: {self.worst}"]
+        lines = []
+        if self.worst is not None:
+            lines.append(f"Updates lost: {self.worst}")
+        elif self.wanted:
+            lines.append(f"Updates arrive: {self._counts}.")
+        elif not self.errors:
+            lines.append(
+                f"No weight was to move in {counted(self._steps, 'step')}: the gradients were 0, "
+                "None or not finite. `apex trace --updates` names where they end."
+            )
         lines += [f"{name} has no verdict: {error}" for name, error in self.errors.items()]
         return "\n".join(lines)
 

@@ -12,16 +12,6 @@ from apex.debug.common import listed
 from apex.debug.place import Place
 from apex.debug.tracing import Call, Trace, floating
 
-
-def has_gradients(optimizer: Optimizer) -> bool:
-    """Returns whether any gradient of an optimizer's parameters is not 0. Syncs."""
-    for param in params_of(optimizer):
-        # sync: a diagnosis on request
-        if param.grad is not None and bool(param.grad.detach().norm()):
-            return True
-    return False
-
-
 _BEFORE = "What comes before it is data, detached, frozen, or an integer."
 
 
@@ -87,4 +77,13 @@ class GradientEnds(Trace):
         super()._leave_step(optimizer)
         self._has_stepped = True
         with suspend_modes():
-            self._has_gradients = self._has_gradients or has_gradients(optimizer)
+            self._has_gradients = self._has_gradients or _has_gradients(optimizer)
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    """Returns whether any gradient of an optimizer's parameters is not 0. Syncs."""
+    for param in params_of(optimizer):
+        # sync: a diagnosis on request
+        if param.grad is not None and bool(param.grad.detach().norm()):
+            return True
+    return False
