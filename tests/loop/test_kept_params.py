@@ -1,10 +1,7 @@
 """Masters for optimizers inside another, for attributes of parameters, and as keys."""
 
-import copy
-
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, Adam, Optimizer
 
 from apex import amp
@@ -99,13 +96,3 @@ def test_in_dicts_and_sets_a_master_is_its_parameter(level):
         assert not (master == master.detach() + 1).any()
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": params[:1]})
-
-
-def test_state_of_copies_is_found_by_their_parameters_and_masters(level):
-    for copied in (copy.deepcopy, loops.saved_and_loaded):
-        model, optimizer = copied(loops.trained(level, loops.fused_adamw_of, loss_scale=8.0))
-        for master in optimizer.param_groups[0]["params"]:
-            assert optimizer.state[master]["step"] == 2
-        assert len(optimizer.state) == 4
-        state = get_optimizer_state_dict(model, optimizer)["state"]
-        assert [*state] == [name for name, _ in model.named_parameters()]

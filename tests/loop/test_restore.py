@@ -50,17 +50,6 @@ def test_gradients_go_with_it_and_it_can_be_prepared_again(level):
     assert losses[0] > losses[1] > losses[2]
 
 
-@masters
-def test_gradients_of_shared_parameters_come_back_once(level):
-    model = loops.net()
-    optimizers = [loops.sgd(model.parameters()) for _ in range(2)]
-    amp.initialize(model, optimizers, opt_level=level, verbosity=0)
-    loops.backward(model, optimizers, *loops.batch())
-    grads = loops.grads(amp.master_params(optimizers[0]))
-    amp.restore(model, optimizers)
-    assert loops.same(grads, loops.grads(model.parameters()))
-
-
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("optimizers", [True, False])
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
