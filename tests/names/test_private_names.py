@@ -136,6 +136,7 @@ class Batch:
 
 class BatchNet(nn.Linear):
     def forward(self, batch):
+        self.taken = batch.x.dtype
         return Batch(super().forward(batch.x))
 
 
@@ -153,6 +154,7 @@ def test_a_replaced_applier_casts_inputs_and_outputs(monkeypatch):
     monkeypatch.setattr(_initialize, "applier", applier)
     model = amp.initialize(BatchNet(2, 2), opt_level="O5", verbosity=0)
     assert model(Batch(torch.ones(3, 2))).x.dtype is torch.float32
+    assert model.taken is torch.bfloat16
 
 
 # -- optimizer._amp_stash --------------------------------------------------------------------
