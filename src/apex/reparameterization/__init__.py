@@ -51,7 +51,7 @@ def apply_weight_norm(module: M, name: str = "", dim: int | None = 0, hook_child
     if not name:
         names = [path for path, _ in module.named_parameters() if "parametrizations." not in path]
     # Validates every weight before the first one changes.
-    norms = [(path, _weight_norm(module, path, dim)) for path in names]
+    norms = [(path, _new_norm(module, path, dim)) for path in names]
     for path, norm in norms:
         if norm is not None:
             _normalize(*_owner(module, path), norm)
@@ -115,7 +115,7 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(path), own_name
 
 
-def _weight_norm(module: nn.Module, name: str, dim: int | None) -> _WeightNorm | None:
+def _new_norm(module: nn.Module, name: str, dim: int | None) -> _WeightNorm | None:
     """Returns a rule for a parameter; None for a vector or an embedding. Changes nothing."""
     owner, own_name = _owner(module, name)
     if parametrize.is_parametrized(owner, own_name):
