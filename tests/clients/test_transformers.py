@@ -92,9 +92,9 @@ def tiny_llama():
     return LlamaForCausalLM(config)
 
 
-def angles(model, dtype, position=4097):
+def angles(model, dtype):
     x = torch.zeros(1, 1, 32, dtype=dtype)
-    return model.model.rotary_emb(x, torch.tensor([[position]]))
+    return model.model.rotary_emb(x, torch.tensor([[4097]]))
 
 
 def train_model(model, optimizer, batch, run=None):

@@ -196,7 +196,7 @@ optimizer.step()
 """
 
 
-def scaled(way, line, *, steps=True):
+def scaled(way, line):
     """Returns a script that does something to gradients before they are unscaled."""
     text = script(way, scale=", loss_scale=1024.0" if way == "O3" else "")
     if way in LEVELS:

@@ -16,8 +16,8 @@ from benchmarks.measurement import Goal, Measurement, table, verdict
 from benchmarks.race import Times
 
 
-def small_task(optimizer=fused_adamw):
-    return Task(small_model, small_batch, optimizer)
+def small_task():
+    return Task(small_model, small_batch, fused_adamw)
 
 
 def small_model():

@@ -56,10 +56,10 @@ def by_name(comparison):
     return {result.name: result for result in comparison.results}
 
 
-def samples_of(name, milliseconds, spread, rounds=20):
-    """Returns times around a median, within ``spread`` of it, in an order of the level's own."""
+def samples_of(name, milliseconds, spread):
+    """Returns 20 times around a median, within ``spread`` of it, in an order of the level's own."""
     draw = random.Random(name).uniform
-    return tuple(milliseconds + draw(-spread, spread) for _ in range(rounds))
+    return tuple(milliseconds + draw(-spread, spread) for _ in range(20))
 
 
 def result_of(

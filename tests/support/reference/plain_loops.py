@@ -40,12 +40,12 @@ LEVELS = {
 }
 
 
-def next_scale(scale, growth_tracker, *, overflow, interval=2000, least=0.0, greatest=2.0**24):
-    """Halves on overflow, down to ``least``; doubles after ``interval`` clean steps, up to
-    ``greatest``: apex's rule, with a floor of its own under it.
+def next_scale(scale, growth_tracker, *, overflow, interval, greatest):
+    """Halves on overflow; doubles after ``interval`` clean steps, up to ``greatest``: apex's
+    rule, with a floor of its own under it.
     """
     if overflow:
-        return max(scale / 2, least, SMALLEST_SCALE), 0
+        return max(scale / 2, SMALLEST_SCALE), 0
     growth_tracker += 1
     if growth_tracker == interval:
         return min(scale * 2, greatest), 0
