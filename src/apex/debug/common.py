@@ -133,7 +133,7 @@ def held_by(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> Ite
     for prefix, model in prefixed(models):
         for name, param in named_parameters(model):
             names[param] = prefix + name
-            yield from _with_gradient(prefix + name, "parameter", param)
+            yield from _with_gradient(prefix + name, param)
         for name, buffer in model.named_buffers():
             yield Held(prefix + name, "buffer", buffer)
     for optimizer in optimizers:
@@ -144,13 +144,13 @@ def held_by(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> Ite
             if weight is not param:
                 yield Held(name, "master", param)
             if weight not in names:
-                yield from _with_gradient(name, "parameter", weight)
+                yield from _with_gradient(name, weight)
             for key, value in optimizer.state.get(param, {}).items():
                 yield Held(name, f"state {key}", value)
 
 
-def _with_gradient(name: str, role: str, param: Tensor) -> Iterator[Held]:
-    yield Held(name, role, param)
+def _with_gradient(name: str, param: Tensor) -> Iterator[Held]:
+    yield Held(name, "parameter", param)
     if param.grad is not None:
         yield Held(name, "gradient", param.grad)
 
