@@ -57,8 +57,8 @@ class Watch(Observer):
         self._has_trained = False
         # Flags on their way to the host: whether a step overwrote what a script wrote.
         self._lost_writes: Readback[None] = Readback()
-        # Comparisons of weights with their masters, by optimizer, until its next step. Its keys stay:
-        # another thread may iterate.
+        # Comparisons of weights with their masters, by optimizer, until its next step. The keys
+        # stay, as another thread may iterate.
         self._weights = weakref.WeakKeyDictionary[PreparedOptimizer, WeightWatch | None]()
         self._hooks: list[RemovableHandle] = []
         self._losses = Losses()
