@@ -466,10 +466,10 @@ def narrow_grads(pairs: Iterable[MasterPair]) -> None:
 
 
 def mark_zeros(pairs: Iterable[MasterPair]) -> None:
-    """Records that the gradients that are left are zero; makes them 16-bit."""
+    """Records that the gradients that are left are zero; makes dense ones 16-bit."""
     for pair in pairs:
         grad = pair.model.grad
-        if grad is not None and grad.dtype is torch.float32:
+        if grad is not None and grad.dtype is torch.float32 and not grad.is_sparse:
             _replace_grad(pair.model, torch.zeros_like(pair.model))
             grad = pair.model.grad
         if grad is not None:
