@@ -102,6 +102,19 @@ def test_gradients_of_two_losses_add_up(wrapper, window):
     torch.testing.assert_close(grads, expected, rtol=2**-6, atol=2**-8)
 
 
+@each
+def test_gradients_add_up_where_all_parameters_have_16_bits(wrapper):
+    model = nn.Linear(3, 2).half()
+    optimizer = wrapper(torch.optim.SGD(model.parameters(), lr=0.125), static_loss_scale=8.0)
+    before = model.bias.detach().clone()
+    for _ in range(2):
+        optimizer.backward(model(torch.ones(1, 3, dtype=torch.float16)).sum())
+    optimizer.step()
+    torch.testing.assert_close(
+        before - model.bias, torch.full_like(before, 0.25), atol=1e-3, rtol=0
+    )
+
+
 def test_masters_may_get_the_gradients_of_several_losses_at_once():
     model, optimizer = build(OLD, static_loss_scale=4.0)
     loss = loss_of(model)

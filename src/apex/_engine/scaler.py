@@ -212,7 +212,7 @@ class Scaler:
             scale: What :meth:`factor` returned for the pass, or another number.
             overflow: The flag, 0-d fp32, that inf or NaN raises; ``found_inf`` by default.
         """
-        if values and scale != 1.0:
+        if scale != 1.0:
             inverse = 1.0 / float(scale)  # sync: none, it is a number
             foreach.unscale_(values, inverse)
 

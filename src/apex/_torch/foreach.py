@@ -25,6 +25,8 @@ def group(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
     Yields real views of complex tensors, so that one kernel handles all.
     """
+    if not tensors:  # torch refuses an empty list
+        return
     groups: Any = Optimizer._group_tensors_by_device_and_dtype([[*tensors]])
     for (_, dtype), (lists, _) in groups.items():
         same = lists[0]
