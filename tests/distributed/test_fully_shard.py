@@ -196,6 +196,35 @@ def without_the_last_step(rank, level, policy, options):
     return train_sharded(*prepare_sharded(level, policy, **options), rank, range(STEPS - 1))
 
 
+def accumulate(rank, level):
+    torch.manual_seed(0)
+    model = Stem()
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    fully_shard(model.block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    if level:
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0
+        )
+    for step in range(4):
+        model.set_requires_gradient_sync(step % 2 == 1)
+        loss = loss_of(model, *rank_batch(rank, step))
+        if level:
+            scaled_backward(loss, optimizer)
+        else:
+            loss.backward()
+        if step % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole(model)
+
+
+def test_scaled_passes_without_a_reduction_add_up_in_a_root_that_owns_layers(on_two_ranks):
+    """Its parameters stay gathered from a forward to the backward pass."""
+    assert same(on_two_ranks(accumulate, "O0"), on_two_ranks(accumulate, None))
+
+
 def pretrain(rank, level):
     """As torchtitan: weights made on the meta device, checkpointed blocks, a norm of shards."""
     with torch.device("meta"):

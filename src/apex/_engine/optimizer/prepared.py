@@ -563,9 +563,10 @@ def reachable(
     others: dict[int, nn.Parameter] = {}
     stepped: set[int] = set()
     for other in sessions_beside(session):
-        for model in other.models:
-            for _, param in named_parameters(model):
-                others[id(param)] = param
+        if other.shards not in other.wrappers:  # a pass gathers such parameters, and adds to them
+            for model in other.models:
+                for _, param in named_parameters(model):
+                    others[id(param)] = param
         for prepared in optimizers_of(other):
             trained = prepared.trained_params()
             stepped.update(map(id, trained))
