@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from apex import amp
 from apex.optimizers import FusedLAMB
 from tests.support import loops
-from tests.support.features import shards_on_cpu
+from tests.support.features import TORCH_VERSION, shards_on_cpu
 from tests.support.loops import same, scaled_backward
 from tests.support.sharding import mesh, net, shard
 
@@ -95,8 +95,17 @@ def clipped_and_trained(rank, kind, shape):
     return torch.tensor(norms), whole
 
 
+averages = pytest.mark.skipif(
+    TORCH_VERSION < (2, 9), reason="fully_shard of this torch adds gradients on gloo"
+)
+unbinds = pytest.mark.skipif(
+    TORCH_VERSION < (2, 10), reason="DTensors of this torch lack unbind, which LAMB needs"
+)
+
+
+@averages
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", [pytest.param("LAMB", marks=unbinds), "AdamW"])
 def test_clips_and_steps_by_norms_are_those_of_the_whole_model(on_ranks, kind, shape):
     ranks = 2 * len(shape)
     for found in on_ranks(ranks, clipped_and_trained, kind, shape):
