@@ -135,8 +135,8 @@ def batch(seed=1):
     return next(batches(1, seed=seed))
 
 
-def overflowing():
-    return next(batches(1, overflow_at={0}, seed=1))
+def overflowing(seed=1):
+    return next(batches(1, overflow_at={0}, seed=seed))
 
 
 def small_batches(count=1):
