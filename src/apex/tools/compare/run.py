@@ -160,7 +160,7 @@ class _Run:
             for name, times in times_by_level.items():
                 self._put(name, times=times)
         except Exception as error:  # noqa: BLE001 - memory, or the user's code
-            text = f"Timing failed: {format_error(error)}."
+            text = f"Timing failed: {format_error(error).rstrip('.')}."
             self.notes.append(f"{text} With fewer --levels it takes less memory.")
 
     def _turns(self) -> Iterator[None]:
