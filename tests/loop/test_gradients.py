@@ -421,6 +421,20 @@ def test_what_two_others_share_is_unscaled_once(level):
         assert [p.grad[0].item() for p in model.parameters()] == [count, 2 * count, 4 * count]
 
 
+def test_a_block_leaves_what_another_thread_trains(level):
+    models = [loops.net(seed) for seed in range(2)]
+    optimizers = [loops.sgd(model.parameters()) for model in models]
+    options = OPTIONS[level] | {"verbosity": 0, "opt_level": level[:2]}
+    models, optimizers = amp.initialize(models, optimizers, **options)
+    x, y = loops.batch()
+    loops.in_a_thread(lambda: loops.backward(models[1], optimizers[1], x, y))
+    before = loops.grads(models[1].parameters())
+    with amp.scale_loss(loops.loss_of(models[0], x, y), optimizers[0]) as scaled_loss:
+        assert loops.same(loops.grads(models[1].parameters()), before)
+        scaled_loss.backward()
+    assert loops.same(loops.grads(models[1].parameters()), before)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_block_that_cannot_begin_leaves_all_gradients(level):
     training = Training(level, optimizers=2)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core.op_table import AutocastSpec
-from apex._engine.autocast.ambient import follow_sessions
+from apex._engine.autocast.ambient import follow_sessions, this_thread
 from apex._engine.autocast.backward import BackwardAutocast
 from apex._engine.masters import remove_grads
 from apex._engine.optimizer.prepared import (
@@ -175,6 +175,8 @@ class BackwardPass:
             for prepared in optimizers_of(session):
                 delayed = prepared.unfinished_pass
                 if prepared in self.prepared_optimizers or not isinstance(delayed, BackwardPass):
+                    continue
+                if prepared.thread is not this_thread():
                     continue
                 if not delayed.is_open:
                     others.append((prepared, delayed))

@@ -73,6 +73,8 @@ class PreparedOptimizer:
         self.session = session
         self.masters = session.masters
         self._optimizer = weakref.ref(optimizer)
+        # Where it was last used: passes in other threads do not reach its gradients.
+        self.thread = session.thread
         # The ``step`` that the instance has, such as the wrapper of an LR scheduler made earlier.
         self.inner_step: Callable[..., Any] | None = vars(optimizer).get("step")
         # Low-precision model parameters whose masters the groups hold, in order.
@@ -179,8 +181,13 @@ class PreparedOptimizer:
 
     # -- passes ------------------------------------------------------------------------------
 
+    def note_thread(self) -> None:
+        """Records that this thread uses the optimizer."""
+        self.thread = ambient.this_thread()
+
     def begin_pass(self, begun: Pass, *, continues: bool) -> None:
         """Prepares the gradients for a pass that was given the optimizer."""
+        self.note_thread()
         self.settle_overflow(takes=True)
         self.make_room(scaled=begun.scaled, continues=continues)
         self.unfinished_pass = begun
@@ -374,6 +381,7 @@ class PreparedOptimizer:
     @untraced
     def _begin_step(self, closure: object) -> None:
         """Checks a step, and finishes the pass whose gradients it takes."""
+        self.note_thread()
         if self._captured is not None:
             self._check_captured()
         if not self.steps:
@@ -556,8 +564,8 @@ def reachable(
 ) -> tuple[list[PreparedOptimizer], list[nn.Parameter]]:
     """Returns what a pass of ``own`` optimizers may reach beside their parameters.
 
-    These are optimizers without an unfinished pass whose ranks share gradients now, and the
-    parameters that no optimizer steps.
+    These are this thread's optimizers without an unfinished pass whose ranks share gradients now,
+    and the parameters that no optimizer steps.
     """
     lenders: list[PreparedOptimizer] = []
     others: dict[int, nn.Parameter] = {}
@@ -570,6 +578,8 @@ def reachable(
         for prepared in optimizers_of(other):
             trained = prepared.trained_params()
             stepped.update(map(id, trained))
+            if prepared.thread is not ambient.this_thread():
+                continue
             is_free = prepared.unfinished_pass is None and prepared not in own
             if is_free and other.shares_grads(trained):
                 lenders.append(prepared)
