@@ -24,15 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from apex._core.op_table import AutocastSpec
-from apex._engine.autocast.ambient import follow_sessions, this_thread
+from apex._engine.autocast.ambient import follow_sessions
 from apex._engine.autocast.backward import BackwardAutocast
 from apex._engine.masters import remove_grads
 from apex._engine.optimizer.prepared import (
     PreparedOptimizer,
     grads_of,
-    optimizers_of,
+    live_optimizers,
     reachable,
-    sessions_beside,
     unscale_grads,
     with_sharers,
 )
@@ -171,15 +170,11 @@ class BackwardPass:
         others: list[tuple[PreparedOptimizer, BackwardPass]] = []
         if not self.prepared_optimizers:  # the loss is only scaled
             return others
-        for session in sessions_beside(self.session):
-            for prepared in optimizers_of(session):
-                delayed = prepared.unfinished_pass
-                if prepared in self.prepared_optimizers or not isinstance(delayed, BackwardPass):
-                    continue
-                if prepared.thread is not this_thread():
-                    continue
-                if not delayed.is_open:
-                    others.append((prepared, delayed))
+        for prepared in live_optimizers():
+            delayed = prepared.unfinished_pass
+            is_other = prepared.is_used_here and prepared not in self.prepared_optimizers
+            if is_other and isinstance(delayed, BackwardPass) and not delayed.is_open:
+                others.append((prepared, delayed))
         return others
 
     def has_scale_of(self, delayed: BackwardPass) -> bool:

@@ -73,8 +73,8 @@ class PreparedOptimizer:
         self.session = session
         self.masters = session.masters
         self._optimizer = weakref.ref(optimizer)
-        # Where it was last used: passes in other threads do not reach its gradients.
-        self.thread = session.thread
+        # Where it was last used.
+        self._thread = session.thread
         # The ``step`` that the instance has, such as the wrapper of an LR scheduler made earlier.
         self.inner_step: Callable[..., Any] | None = vars(optimizer).get("step")
         # Low-precision model parameters whose masters the groups hold, in order.
@@ -183,7 +183,12 @@ class PreparedOptimizer:
 
     def note_thread(self) -> None:
         """Records that this thread uses the optimizer."""
-        self.thread = ambient.this_thread()
+        self._thread = ambient.this_thread()
+
+    @property
+    def is_used_here(self) -> bool:
+        """Whether this thread has used it last: passes in others do not reach its gradients."""
+        return self._thread is ambient.this_thread()
 
     def begin_pass(self, begun: Pass, *, continues: bool) -> None:
         """Prepares the gradients for a pass that was given the optimizer."""
@@ -535,9 +540,12 @@ def optimizers_of(session: Session) -> list[PreparedOptimizer]:
     return [m for m in session.members if isinstance(m, PreparedOptimizer) and m.is_live]
 
 
-def sessions_beside(session: Session) -> list[Session]:
-    """Returns a session and the live ones of its thread, whose gradients its passes may reach."""
-    return [other for other in Session.live if other is session or other.thread == session.thread]
+def live_optimizers() -> list[PreparedOptimizer]:
+    """Returns the states of the live optimizers of all sessions."""
+    found: list[PreparedOptimizer] = []
+    for session in Session.live:
+        found += optimizers_of(session)
+    return found
 
 
 def with_sharers(prepared_optimizers: Sequence[PreparedOptimizer]) -> list[PreparedOptimizer]:
@@ -546,9 +554,7 @@ def with_sharers(prepared_optimizers: Sequence[PreparedOptimizer]) -> list[Prepa
     Sharing is transitive.
     """
     sharing = list(prepared_optimizers)
-    others: list[PreparedOptimizer] = []
-    for session in Session.live:
-        others += optimizers_of(session)
+    others = live_optimizers()
     if others == sharing:
         return sharing
     for prepared in sharing:  # which grows meanwhile
@@ -565,27 +571,26 @@ def reachable(
     """Returns what a pass of ``own`` optimizers may reach beside their parameters.
 
     These are this thread's optimizers without an unfinished pass whose ranks share gradients now,
-    and the parameters that no optimizer steps.
+    and the parameters, of models of this session and of others of its thread, that none steps.
     """
     lenders: list[PreparedOptimizer] = []
-    others: dict[int, nn.Parameter] = {}
     stepped: set[int] = set()
-    for other in sessions_beside(session):
-        if other.shards not in other.wrappers:  # a pass gathers such parameters, and adds to them
-            for model in other.models:
-                for _, param in named_parameters(model):
-                    others[id(param)] = param
-        for prepared in optimizers_of(other):
-            trained = prepared.trained_params()
-            stepped.update(map(id, trained))
-            if prepared.thread is not ambient.this_thread():
-                continue
-            is_free = prepared.unfinished_pass is None and prepared not in own
-            if is_free and other.shares_grads(trained):
-                lenders.append(prepared)
-    for key in stepped:
-        others.pop(key, None)
-    return lenders, [*others.values()]
+    for prepared in live_optimizers():
+        trained = prepared.trained_params()
+        stepped.update(map(id, trained))
+        is_free = prepared.unfinished_pass is None and prepared not in own
+        if is_free and prepared.is_used_here and prepared.session.shares_grads(trained):
+            lenders.append(prepared)
+    unowned: dict[int, nn.Parameter] = {}
+    for other in Session.live:
+        is_beside = other is session or other.thread is session.thread
+        if not is_beside or other.shards in other.wrappers:  # a pass gathers, and adds to, shards
+            continue
+        for model in other.models:
+            for _, param in named_parameters(model):
+                if id(param) not in stepped:
+                    unowned[id(param)] = param
+    return lenders, [*unowned.values()]
 
 
 def unscale_grads(
