@@ -81,7 +81,7 @@ MUTANTS = [Mutant(*row) for row in [
      "        for spec in specs:\n            Casts(",
      "        for spec in reversed(specs):\n            Casts("),
     ("loaded masters rounded at the first step", "_engine/masters.py",
-     "pair.state is fresh and not is_written", "not is_written"),
+     "pair.state is fresh and not", "pair.state is not MasterState.TRAINED and not"),
     ("a bucket's view stashed without a copy", "_engine/wrappers/ddp.py",
      "wrapper.gradient_as_bucket_view and id(param) in state.sent", "False"),
 ]]  # fmt: skip
