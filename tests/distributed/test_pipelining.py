@@ -7,9 +7,10 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from apex import amp
+from tests.support.features import pipelines_on_cpu
 from tests.support.loops import prepared
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pipelines_on_cpu]
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 STEPS = 6

@@ -19,3 +19,9 @@ copies_before_saving = pytest.mark.skipif(
     reason="async_save of this torch (2.6) saves what training writes on a CPU in the meantime",
 )
 """Marks tests that train while a checkpoint is saved."""
+
+pipelines_on_cpu = pytest.mark.skipif(
+    TORCH_VERSION == (2, 9),
+    reason="pipelines of this torch (2.9) abort the process on CPUs, also without amp",
+)
+"""Marks tests of ``torch.distributed.pipelining``."""
