@@ -125,10 +125,11 @@ EDITS = {
 }
 
 
-def edited(level, edit, side="model"):
+def edited(level, edits):
     training = Training(level)
     training.block(*ONE)
-    EDITS[edit](training.side(side))
+    for name, side in edits:
+        EDITS[name](training.side(side))
     training.block(*TWO)
     training.optimizer.step()
     return training.weights()
@@ -137,9 +138,19 @@ def edited(level, edit, side="model"):
 @pytest.mark.parametrize("edit", EDITS)
 @some_levels
 def test_an_edit_of_either_side_is_the_edit(level, edit):
-    expected = edited(None, edit)
+    expected = edited(None, [(edit, "model")])
     for side in SIDES:
-        assert edited(level, edit, side) == pytest.approx(expected, **rounded)
+        assert edited(level, [(edit, side)]) == pytest.approx(expected, **rounded)
+
+
+@pytest.mark.parametrize("first", ["norm", "replace", "mask", "read"])
+@some_levels
+def test_edits_of_both_sides_follow_each_other(level, first):
+    for second in ("norm", "replace", "data", "zero some"):
+        expected = edited(None, [(first, "model"), (second, "model")])
+        for sides in itertools.permutations(["model", "masters"]):
+            edits = list(zip((first, second), sides, strict=True))
+            assert edited(level, edits) == pytest.approx(expected, **rounded)
 
 
 def edit_all(training, side, *_):

@@ -80,6 +80,49 @@ def a_step_that_silences_the_scheduler(level):
     fit(model, optimizer, lr_scheduler.StepLR(optimizer, 1).step)
 
 
+# -- gradients -----------------------------------------------------------------------------------
+
+
+def accumulated_and_clipped(level):
+    model, optimizer = pair_at(level)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part, x in enumerate(X.split(2)):
+            loss = model(x).float().square().mean() / 2
+            loops.scaled_backward(loss, optimizer, delay_unscale=part == 0 and step > 2)
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        optimizer.step()
+
+
+def two_losses(level):
+    model, optimizer = pair_at(level, num_losses=2)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        out = model(X).float()
+        loops.scaled_backward(F.cross_entropy(out, Y), optimizer, loss_id=0, delay_unscale=False)
+        loops.scaled_backward(model(X).float().square().mean(), optimizer, loss_id=1)
+        optimizer.step()
+
+
+def a_closure(level):
+    model, optimizer = pair_at(level, lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loops.scaled_backward(loss, optimizer)
+        return loss.detach()
+
+    for _ in range(2):
+        optimizer.step(closure)
+
+
+def first_overflow(level):
+    model, optimizer = pair_at(level, loss_scale="dynamic" if level == "O2" else None)
+    fit(model, optimizer)
+    descend(loss_of(model) * 2.0**10, optimizer)
+
+
 # -- averages and targets ------------------------------------------------------------------------
 
 

@@ -281,6 +281,8 @@ def test_a_model_that_runs_during_a_step_gets_what_the_step_writes_after_it(leve
     assert loops.same(loops.masters(optimizer), loops.masters(plain[1]))
 
 
+# An evaluation may round a master that a step is writing.
+@pytest.mark.filterwarnings("ignore:The model's 16-bit weights were written:UserWarning")
 def test_threads_may_evaluate_while_optimizers_step(level):
     """Python switches between the threads at almost every line."""
     model = loops.net()

@@ -7,9 +7,9 @@ Note [What a pass reaches]
     require.
 
     A pass may reach more than its optimizers step: a GAN's generator is trained through the
-    discriminator. So the other optimizers, and parameters that none steps, lend their gradients to
-    the block: they are put aside and unscaled, too. Each lender has its own check: if its gradients
-    overflow, it skips its next step, unless they are cleared before.
+    discriminator. So the thread's other optimizers, and parameters that none steps, lend their
+    gradients to the block: they are put aside and unscaled, too. Each lender has its own check: if
+    its gradients overflow, it skips its next step, unless they are cleared before.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class PreparedOptimizer:
         self.session = session
         self.masters = session.masters
         self._optimizer = weakref.ref(optimizer)
-        # Where it was last used.
+        # The thread that used it last.
         self._thread = session.thread
         # The ``step`` that the instance has, such as the wrapper of an LR scheduler made earlier.
         self.inner_step: Callable[..., Any] | None = vars(optimizer).get("step")
@@ -584,7 +584,8 @@ def reachable(
     unowned: dict[int, nn.Parameter] = {}
     for other in Session.live:
         is_beside = other is session or other.thread is session.thread
-        if not is_beside or other.shards in other.wrappers:  # a pass gathers, and adds to, shards
+        # FSDP2 gathers parameters for a pass, and reduces their gradients itself.
+        if not is_beside or other.shards in other.wrappers:
             continue
         for model in other.models:
             for _, param in named_parameters(model):
