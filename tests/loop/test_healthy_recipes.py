@@ -154,6 +154,16 @@ def average_by_shadows(level):
             param.data.copy_(kept[name])
 
 
+def average_of_masters(level):
+    model, optimizer = pair_at(level)
+    average = [param.detach().clone() for param in amp.master_params(optimizer)]
+
+    def update():
+        torch._foreach_lerp_(average, [*amp.master_params(optimizer)], 0.1)
+
+    fit(model, optimizer, update)
+
+
 def masters_written_by_hand(level):
     model, optimizer = pair_at(level)
     for _ in range(STEPS):
@@ -312,6 +322,17 @@ def sharpness_aware_minimization(level):
         with torch.no_grad():
             torch._foreach_sub_(params, steps)
         optimizer.step()
+
+
+def decay_by_hand(level):
+    model, optimizer = pair_at(level)
+
+    def update():
+        for param in amp.master_params(optimizer):
+            param.data.mul_(0.99)
+            param.data.renorm_(2, 0, 1.0) if param.dim() > 1 else None
+
+    fit(model, optimizer, update)
 
 
 def meta_learning(level):

@@ -96,3 +96,11 @@ def test_in_dicts_and_sets_a_master_is_its_parameter(level):
         assert not (master == master.detach() + 1).any()
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": params[:1]})
+
+
+def test_data_assigned_to_a_master_reaches_the_model_at_once(level):
+    model, optimizer = loops.prepared(level)
+    weight = model[0].weight
+    master = next(amp.master_params(optimizer))
+    master.data = torch.full_like(master, 1 / 3)
+    assert torch.equal(weight, torch.full_like(weight, 1 / 3))

@@ -496,3 +496,23 @@ def test_a_block_inside_one_of_another_optimizer_leaves_no_hooks_and_hides_no_mi
 @fp16
 def test_zeros_by_hand_after_a_step_are_no_mistake(level):
     run_iterations(ZEROED, loops.prepared(level, loss_scale=128.0))
+
+
+def test_one_of_two_optimizers_without_a_gradient_is_no_mistake(level):
+    model = loops.net()
+    optimizers = [loops.sgd(part.parameters()) for part in (model[:2], model[2:])]
+    amp.initialize(model, optimizers, opt_level=level, verbosity=0)
+    loops.scaled_backward(model[0].weight.float().pow(2).mean(), optimizers)
+    for optimizer in reversed(optimizers):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_weights_put_back_but_for_their_rounding_are_no_mistake(level):
+    """Finite differences."""
+    model, optimizer = loops.prepared(level)
+    for x, y in loops.batches(4):
+        for share in (0.01, -0.02, 0.01):
+            for param in model.parameters():
+                param.data.add_(share)
+        loops.train_step(model, optimizer, x, y)
