@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -53,8 +54,8 @@ from apex._torch.parameters import (
     without_overrides,
 )
 
-_WRITTEN = -1
-"""A version that no tensor has, so the master counts as written."""
+_UNKNOWN = -1
+"""A version that no tensor has."""
 
 _ZERO = "_apex_zero"
 """Attribute of a gradient: its version when it was last known to be zero."""
@@ -228,8 +229,9 @@ class MasterPair:
         self.model = model
         self.master = master
         self.state = MasterState.FRESH
-        self._model_version = _WRITTEN
-        self._master_version = _WRITTEN
+        self._model_version = _UNKNOWN
+        # While an optimizer steps the master, minus the number of its thread.
+        self._master_version = _UNKNOWN
         self._storage = model.detach()  # held so that no other storage takes its address
         master._apex_pair = weakref.ref(self)
         set_grad(master, None)
@@ -244,6 +246,11 @@ class MasterPair:
         """Returns the fp32 value in memory of its own."""
         update_model_from_masters([self])
         return rounding.exact_value(self.model, [self.master])
+
+    @property
+    def is_stepped_elsewhere(self) -> bool:
+        """Whether an optimizer steps the master in another thread, so it may be half written."""
+        return self._master_version < 0 and self._master_version != -threading.get_ident()
 
     @property
     def model_writes(self) -> int:
@@ -302,11 +309,12 @@ def make_master(exact: Tensor, master_class: type[nn.Parameter] = nn.Parameter) 
 
 @untraced
 def update_model_from_masters(pairs: Iterable[MasterPair]) -> None:
-    """Rounds every written master into its model parameter."""
+    """Rounds every written master into its model parameter, or leaves that to a step that runs."""
     with without_overrides():
         written = [pair for pair in pairs if pair.master._version != pair._master_version]
-    if written:
-        round_masters(written)
+    settled = [pair for pair in written if not pair.is_stepped_elsewhere]
+    if settled:
+        round_masters(settled)
 
 
 @untraced
@@ -402,11 +410,12 @@ def expect_step(pairs: Iterable[MasterPair]) -> None:
     low bits from before conversion, as in apex: a script that broadcasts weights sends none.
     """
     fresh = MasterState.FRESH  # each look-up of an Enum's member takes 0.1 us
+    this_step = -threading.get_ident()
     for pair in pairs:
         is_written = pair.master._version != pair._master_version
         if pair.state is fresh and not is_written and ranks.world_size() > 1:
             parameters.uncounted(pair.master).copy_(pair.model.detach())
-        pair._master_version = _WRITTEN
+        pair._master_version = this_step
 
 
 # -- gradients --------------------------------------------------------------------------------
