@@ -233,8 +233,6 @@ PASSES = ["block", "delayed", "plain"]
 @some_levels
 def test_passes_of_all_kinds_add_up(level, kinds):
     training = Training(level)
-    if "delayed plain" in " ".join(kinds) and training_scales(level):
-        pytest.skip("a plain pass adds to scaled gradients, as in apex")
     total = [0.0] * 4
     for index, kind in enumerate(kinds):
         factors = [0.5 * factor * (index + 1) for factor in ONE]
@@ -246,10 +244,6 @@ def test_passes_of_all_kinds_add_up(level, kinds):
     assert training.grads("model") == training.grads("masters") == total
     training.optimizer.step()
     assert training.weights() == pytest.approx([1.0 - 0.1 * each for each in total], rel=4e-3)
-
-
-def training_scales(level):
-    return "loss_scale" in OPTIONS[level]
 
 
 class KeepsItsLoss(loops.Weights):
@@ -450,12 +444,15 @@ def test_a_block_leaves_what_another_thread_trains(level):
 def test_a_block_that_cannot_begin_leaves_all_gradients(level):
     training = Training(level, optimizers=2)
     training.block(*ONE)
-    training.block(*ONE, delay_unscale=True, of=training.optimizers[0])
-    mask(training.model["f"].parameters())  # said, here as an error, when the next block begins
-    before = training.grads("model")
-    with pytest.raises(UserWarning, match="delay_unscale"):
-        training.block(*ONE, of=training.optimizers[0])
-    assert training.grads("model") == before
+    first, second = training.optimizers
+    training.block(*ONE, delay_unscale=True, of=first)
+    with amp.scale_loss(training.loss(*ONE), second) as scaled_loss:
+        before = training.grads("model")
+        with pytest.raises(RuntimeError, match="inside another"):
+            training.block(*ONE, of=[first, second])
+        assert training.grads("model") == before
+        scaled_loss.backward()
+    assert training.grads("model") == [3.0 * each for each in ONE]
 
 
 def test_an_optimizer_may_step_inside_the_block_of_another(level):

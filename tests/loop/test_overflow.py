@@ -45,6 +45,24 @@ def test_clearing_gradients_does_not_take_an_overflow_back(level, clear):
     assert loops.same(before, loops.masters(optimizer))
 
 
+@pytest.mark.parametrize("name", ["SGD", "fused AdamW"])
+def test_a_pass_that_adds_to_an_overflow_overflows_too(level, name):
+    """Until the gradients are cleared, as in apex."""
+    model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name], **DYNAMIC)
+    before = loops.masters(optimizer)
+    loops.backward(model, optimizer, *loops.overflowing())
+    for _ in range(3):
+        optimizer.step()
+        loops.backward(model, optimizer, *loops.batch())
+    optimizer.step()
+    assert loops.same(before, loops.masters(optimizer))
+    for param in model.parameters():
+        param.grad.zero_()
+    loops.backward(model, optimizer, *(0.01 * each for each in loops.batch()))
+    optimizer.step()
+    assert not loops.same(before, loops.masters(optimizer))
+
+
 @pytest.mark.parametrize("option", ["delay_unscale", "delay_overflow_check"])
 def test_a_delayed_overflow_moves_the_scale_with_the_next_pass_and_skips(level, option):
     model, optimizer = loops.prepared(level, **DYNAMIC)

@@ -3,6 +3,7 @@
 Weights, gradients and rates are few-bit numbers, so every level is exact.
 """
 
+import math
 import os
 import random
 
@@ -49,8 +50,7 @@ class Program:
         self.masters = dict(self.weights) if self.has_masters else self.weights
         self.grads = {}
         self.flags = [False] * len(self.optimizers)
-        self.delayed = {}  # of an optimizer: those that a delayed pass is still for, and the scale
-        self.updates = [0, 0]  # of the scale of each loss
+        self.delayed = {}  # of an optimizer: those whose gradients its delayed pass is to check
         self.master_written = self.weight_written = False
 
     # -- of the model of the rules -------------------------------------------------------------
@@ -69,23 +69,17 @@ class Program:
                     found.append(other)
         return found
 
-    def finish(self, indices):
-        ended = {index for index in indices if index in self.delayed}
-        for loss_id in {self.delayed[index][1][0] for index in ended}:
-            self.updates[loss_id] += 1
-        for index in ended:
-            for other in self.delayed[index][0] if index in self.delayed else ():
-                self.delayed.pop(other, None)
-
     def forget(self, names):
         """What was cleared has no gradient, and is in no delayed pass."""
         for name in names:
             self.grads.pop(name, None)
         for index, own in enumerate(self.names):
-            if own <= set(names) and index in self.delayed:
-                for remaining, _ in self.delayed.values():
-                    remaining.discard(index)
-                del self.delayed[index]
+            if own <= set(names):
+                self.replace_delayed([index])
+
+    def replace_delayed(self, indices):
+        for index in indices:
+            self.delayed.pop(index, set()).discard(index)
 
     def forward(self):
         if self.master_written and self.has_masters:
@@ -112,15 +106,12 @@ class Program:
         if overflows:
             factors[self.choose.choice(list(factors))] = torch.inf
         delays = self.choose.random() < 0.3 and not overflows
+        continues = any(other in self.delayed for other in sharing)
+        continues &= not self.grads.keys().isdisjoint(names)
         lent = self.lent_factors(names)
         loss = self.model(**factors, **lent)
         if self.master_written:
             self.forward()
-        scale = loss_id, self.updates[loss_id] if self.dynamic else 0
-        key = set(sharing), scale
-        continues = [self.delayed.get(other) for other in sharing] == [key] * len(sharing)
-        if not continues:
-            self.finish(sharing)
         optimizers = [self.optimizers[index] for index in given]
         try:
             with amp.scale_loss(loss, optimizers, loss_id, delay_unscale=delays) as scaled:
@@ -136,28 +127,35 @@ class Program:
             fails = continues
         for name, factor in (factors | lent).items():
             self.grads[name] = self.grads.get(name, 0.0) + factor
-        if delays or fails:
-            scale = loss_id, self.updates[loss_id] if self.dynamic else 0
-            self.delayed.update(dict.fromkeys(sharing, (set(sharing), scale)))
-        else:
-            for other in sharing:
-                self.delayed.pop(other, None)
-                self.flags[other] |= overflows
-            self.updates[loss_id] += 1
+        if fails:
+            return
+        self.replace_delayed(sharing)
+        if delays:
+            members = {*sharing}
+            self.delayed.update((other, members) for other in sharing)
+        elif continues:
+            self.check_sum(sharing)
+        for other in sharing:
+            self.flags[other] |= overflows
+
+    def check_sum(self, indices):
+        """Checks what delayed passes have left."""
+        names = set().union(*(self.names[index] for index in indices))
+        if self.dynamic and not all(math.isfinite(self.grads.get(name, 0.0)) for name in names):
+            for index in indices:
+                self.flags[index] = True
 
     def lent_factors(self, own):
         """Factors of weights of other optimizers, which the pass reaches, too."""
         lent = {}
         if self.choose.random() < 0.3:
-            for index, names in enumerate(self.names):
-                if index not in self.delayed and names.isdisjoint(own):
+            for names in self.names:
+                if names.isdisjoint(own):
                     lent.update(dict.fromkeys(sorted(names), 1.0))
         return lent
 
     def plain(self):
         """Passes without a block."""
-        if self.delayed and self.scales:
-            return
         factors = {name: float(self.choose.randint(1, 2)) for name in self.params}
         loss = self.model(**factors)
         if self.master_written:
@@ -170,8 +168,6 @@ class Program:
 
     def edit(self):
         """Writes or replaces gradients, of the model or of what is stepped."""
-        if self.delayed and self.scales:
-            return
         for name in self.names[self.index()]:
             param = self.choose.choice([getattr(self.model, name), self.params[name]])
             if name not in self.grads or param.grad is None:
@@ -187,8 +183,6 @@ class Program:
             self.grads[name] *= factor
 
     def clear_by_hand(self):
-        if self.delayed:
-            return
         index = self.index()
         for name in self.names[index]:
             self.choose.choice([getattr(self.model, name), self.params[name]]).grad = None
@@ -200,7 +194,10 @@ class Program:
     def step(self):
         index = self.index()
         self.optimizers[index].step()
-        self.finish([index])
+        members = [*self.delayed.get(index, ())]
+        self.check_sum(members)
+        for other in members:
+            del self.delayed[other]
         if self.weight_written and not self.master_written and self.has_masters:
             for name in self.names[index]:
                 self.masters[name] = self.weights[name]
@@ -228,7 +225,7 @@ class Program:
     def discard(self):
         """Clips, and drops the clipped gradients as a script may."""
         index = self.index()
-        if self.delayed or torch.inf in self.grads.values():
+        if torch.inf in self.grads.values():
             return
         amp.clip_grad_norm_(self.optimizers[index], 1e-3)
         for name in self.names[index]:

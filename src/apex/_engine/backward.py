@@ -2,9 +2,11 @@
 
 Note [What a pass reaches]
     A pass with a loss scale starts without gradients: those from before are put aside, and added
-    when the pass is unscaled. Clearing a parameter's gradient clears it there, too. A delayed pass
-    leaves its gradients scaled, and the next one adds to them in place, as ranks under ``no_sync``
-    require.
+    at the end of the block, when the pass is unscaled. So gradients are scaled inside a block only.
+
+    A delayed block leaves them unchecked, and so does one whose gradients ranks have yet to share,
+    as under ``no_sync``. The next block scales what they have left, and adds to it in place: it
+    checks the sum, and wrappers and scripts average the sum over ranks.
 
     A pass may reach more than its optimizers step: a GAN's generator is trained through the
     discriminator. So the thread's other optimizers, and parameters that none steps, lend their
@@ -28,9 +30,9 @@ from apex._engine.autocast.ambient import follow_sessions
 from apex._engine.autocast.backward import BackwardAutocast
 from apex._engine.masters import remove_grads
 from apex._engine.optimizer.prepared import (
+    Pass,
     PreparedOptimizer,
     grads_of,
-    live_optimizers,
     reachable,
     unscale_grads,
     with_sharers,
@@ -53,7 +55,7 @@ class _State(enum.Enum):
     OPEN = enum.auto()
     """Autograd computes the gradients."""
     DELAYED = enum.auto()
-    """The block has left its gradients scaled, for a later pass to add to and unscale."""
+    """The block has left its gradients unchecked, for a later pass or a step to check."""
     DONE = enum.auto()
     FAILED = enum.auto()
     """An exception ended the block."""
@@ -83,7 +85,7 @@ class BackwardPass:
             loss: The unscaled loss.
             named: Optimizers of any sessions.
             scaler: The loss's scale.
-            delay_unscale: Leave the gradients scaled, for a later pass to unscale.
+            delay_unscale: Leave the gradients unchecked, for a later pass to check.
             delay_overflow_check: Leave the scale update to a later pass.
         """
         follow_sessions()
@@ -91,14 +93,13 @@ class BackwardPass:
         self.loss = loss
         self.scaler = scaler
         # Those that the script named, and those that share a parameter with one. A delayed pass
-        # forgets those whose gradients are cleared.
+        # forgets those whose gradients are cleared, or checked by a later one.
         self.prepared_optimizers = with_sharers(named)
         # Whether gradients are multiplied by a loss scale until the pass ends. A session with a
         # scale may be used with a loss of a session without one, and the reverse.
         self.scaled = not scaler.is_identity
         # Scale updates that arrived at its end; on a device, from earlier passes.
         self.updates: Sequence[ScaleUpdate] = ()
-        # Gradients that ranks do not yet share stay scaled: later passes add to them.
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
         # The casts of Python code in the pass that mixes dtypes, if a session has some.
@@ -107,16 +108,19 @@ class BackwardPass:
             self._spec = self._spec or prepared.session.spec
         self._autocast = ExitStack()
         self._state = _State.NEW
-        # The delayed pass whose gradients this one adds to.
-        self._continued: BackwardPass | None = None
-        # Other optimizers whose gradients the pass may reach, until the block ends.
-        self._lenders: list[PreparedOptimizer] = []
+        # The delayed passes of its optimizers, which it checks with its own gradients.
+        self._earlier: dict[PreparedOptimizer, BackwardPass] = {}
+        # The optimizers whose gradients it adds to in place, scaled: a delayed pass has left them,
+        # or ranks have yet to share them.
+        self._adding: list[PreparedOptimizer] = []
+        # Other optimizers whose gradients the pass may reach, until the block ends, with the
+        # unfinished pass of each.
+        self._lenders: dict[PreparedOptimizer, Pass | None] = {}
         # Parameters that no optimizer steps, and their gradients from before the block.
         self._unowned: list[nn.Parameter] = []
         self._stash = Stash()
-        # The scale of this pass, which updates do not change, and its version.
+        # The scale of this pass, which updates do not change.
         self._scale: Tensor | float = 1.0
-        self._scale_version = 0
         # Whether a CUDA graph captures the block: it may not be finished outside of the graph.
         self._is_captured = False
 
@@ -128,12 +132,11 @@ class BackwardPass:
             RuntimeError: Inside another block for one of the same optimizers, whose gradients would
                 mix before either is unscaled.
         """
-        self._continue_or_finish_delayed()
+        self._find_earlier()
         self._is_captured = capturing(self.loss.device)
         with without_overrides():
             self._share_masters()
             scaled_loss, self._scale = self.scaler.scale(self.loss)
-        self._scale_version = self.scaler.version
         self.session.observer.block_begins(self, scaled_loss)
         self._state = _State.OPEN
         try:
@@ -158,6 +161,14 @@ class BackwardPass:
                 wrapped.share_masters(trained)
             else:
                 self._delay_unscale = True
+                wrapped.ddp.set_local(trained, is_local=True)
+
+    def _note_shared(self) -> None:
+        """Records that ranks have shared what wrappers found in the gradients."""
+        for prepared in self.prepared_optimizers:
+            trained = prepared.trained_params()
+            if prepared.session.shares_grads(trained):
+                prepared.session.ddp.set_local(trained, is_local=False)
 
     def borrowable(self) -> tuple[list[PreparedOptimizer], list[nn.Parameter]]:
         """Returns the other optimizers, and parameters that none steps, that the pass may reach."""
@@ -165,59 +176,51 @@ class BackwardPass:
             return [], []
         return reachable(self.session, self.prepared_optimizers)
 
-    def delayed_others(self) -> list[tuple[PreparedOptimizer, BackwardPass]]:
-        """Returns other optimizers that the pass may reach, with the delayed pass of each."""
-        others: list[tuple[PreparedOptimizer, BackwardPass]] = []
-        if not self.prepared_optimizers:  # the loss is only scaled
-            return others
-        for prepared in live_optimizers():
-            delayed = prepared.unfinished_pass
-            is_other = prepared.is_used_here and prepared not in self.prepared_optimizers
-            if is_other and isinstance(delayed, BackwardPass) and not delayed.is_open:
-                others.append((prepared, delayed))
-        return others
+    def _find_earlier(self) -> None:
+        """Finds the delayed passes of the optimizers.
 
-    def has_scale_of(self, delayed: BackwardPass) -> bool:
-        """Returns whether the pass may add to the scaled gradients of a delayed one."""
-        return delayed.scaler is self.scaler and delayed._scale_version == self.scaler.version
-
-    def _continue_or_finish_delayed(self) -> None:
-        """Unscales gradients that earlier passes left scaled, unless this pass continues them.
-
-        A pass continues an earlier one that has the same scale and the same optimizers. Of other
-        optimizers that it may reach, gradients stay scaled if their scale is the same.
+        Raises:
+            RuntimeError: If a pass is open.
         """
+        lent: list[tuple[PreparedOptimizer, BackwardPass]] = []
         for prepared in self.prepared_optimizers:
-            delayed = prepared.unfinished_pass
-            if not isinstance(delayed, BackwardPass):
+            earlier = prepared.unfinished_pass
+            if not isinstance(earlier, BackwardPass):
                 continue
-            if prepared in delayed._lenders:
-                delayed.give_back(prepared)
-                continue
-            if delayed.is_open:
+            if prepared in earlier._lenders:
+                lent.append((prepared, earlier))
+            elif earlier.is_open:
                 raise RuntimeError(
                     "amp.scale_loss was entered inside another amp.scale_loss block of the same "
                     "optimizer. Close the first block before the second, or add up the losses in "
                     "one."
                 )
-            has_same_scale = self.has_scale_of(delayed)
-            if has_same_scale and {*delayed.prepared_optimizers} == {*self.prepared_optimizers}:
-                self._continued = delayed
-            else:
-                delayed.finish()
-        for prepared, delayed in self.delayed_others():
-            # Gradients that ranks have yet to share stay where the wrapper adds to them.
-            if not prepared.session.wrappers and not self.has_scale_of(delayed):
-                delayed.finish()
+        for lender, borrower in lent:
+            borrower.give_back(lender)
+        for prepared in self.prepared_optimizers:
+            earlier = prepared.unfinished_pass
+            if isinstance(earlier, BackwardPass):
+                self._earlier[prepared] = earlier
 
     def _make_room(self) -> None:
         """Makes room for the gradients of all that the pass may reach."""
         lenders, unowned = self.borrowable()
-        for prepared in self.prepared_optimizers:
-            prepared.begin_pass(self, continues=self._continued is not None)
+        own = self.prepared_optimizers
+        is_left = bool(self._earlier) or any(map(_sends_local, own))
+        self._adding = [lender for lender in lenders if _sends_local(lender)]
+        if is_left and any(prepared.has_grads() for prepared in own):
+            self._adding += own
+        if self._adding and self.scaled:
+            values = dtensor.values_of(grads_of(self._adding))
+            unchecked = torch.zeros_like(self.scaler.found_inf)
+            self.scaler.unscale_(values, 1.0 / self._scale, unchecked)
+        for prepared in own:
+            if prepared in self._earlier:
+                self._earlier[prepared].forget(prepared)
+            prepared.begin_pass(self, adds=prepared in self._adding)
         for lender in lenders:
-            lender.lend_to(self)
-            self._lenders.append(lender)
+            self._lenders[lender] = lender.unfinished_pass
+            lender.lend_to(self, adds=lender in self._adding)
         self._stash.put_aside(unowned, self.session.reuses_grad)
         self._unowned = unowned
 
@@ -232,8 +235,7 @@ class BackwardPass:
         with without_overrides():
             overflow = self._unscale_borrowed(grads_of(lenders))
             for prepared in lenders:
-                self._lenders.remove(prepared)
-                prepared.end_pass()
+                prepared.end_pass(self._lenders.pop(prepared))
                 prepared.give_back()
                 if overflow is not None:
                     prepared.add_overflow_of_others(overflow)
@@ -255,9 +257,10 @@ class BackwardPass:
         if failed:
             remove_grads(self._unowned)
             for lender in self._lenders:
-                lender.remove_grads()
+                if lender not in self._adding:
+                    lender.remove_grads()
         while self._lenders:
-            self.give_back(self._lenders[-1])
+            self.give_back(next(reversed(self._lenders)))
         if not self._unowned:
             return
         with without_overrides():
@@ -279,9 +282,9 @@ class BackwardPass:
         return self._state is _State.OPEN
 
     @property
-    def continues_delayed(self) -> bool:
-        """Whether the pass adds to scaled gradients of a delayed one."""
-        return self._continued is not None and self.scaled
+    def adds_in_place(self) -> bool:
+        """Whether it adds to earlier gradients of its optimizers in place."""
+        return any(prepared in self._adding for prepared in self.prepared_optimizers)
 
     @property
     def failed(self) -> bool:
@@ -302,14 +305,16 @@ class BackwardPass:
             self._abort()
         else:
             self._end_loans()
-            if not self._delay_unscale:
+            if self._delay_unscale:
+                self._leave_unchecked()
+            else:
                 self._finish()
-            elif self._state is _State.OPEN:  # else a step inside the block has unscaled them
-                self._state = _State.DELAYED
+            if self._adding:
+                self._note_shared()
         self.session.observer.block_ends(self)
 
     def forget(self, prepared: PreparedOptimizer) -> None:
-        """Ends the pass for an optimizer whose gradients were cleared after a delayed block."""
+        """Ends a delayed pass for an optimizer whose gradients it is not to check any more."""
         prepared.end_pass()
         self.prepared_optimizers.remove(prepared)
 
@@ -321,7 +326,7 @@ class BackwardPass:
             self.finish()
 
     def finish(self) -> None:
-        """Unscales the gradients and updates the scale, once; also in a step inside the block."""
+        """Unscales and checks the gradients, and updates the scale, once; also inside the block."""
         if self._state is _State.OPEN:
             self.session.observer.pass_ends(self)
         self._finish()
@@ -333,7 +338,7 @@ class BackwardPass:
         if self._is_captured and not captures:
             raise RuntimeError(
                 "A CUDA graph has captured a block of amp.scale_loss with delay_unscale=True, but "
-                "not the last block of the step: the gradients of later replays would stay scaled. "
+                "not the last block of the step: nothing would check the gradients of replays. "
                 "Capture the last block, too, without delay_unscale."
             )
         self._state = _State.DONE
@@ -354,29 +359,57 @@ class BackwardPass:
         if not self._delay_overflow_check:
             self._notify()
 
+    def _unscale_unchecked(self) -> None:
+        with without_overrides():
+            if self.scaled:
+                self._unscale_borrowed(grads_of(self.prepared_optimizers))
+            for prepared in self.prepared_optimizers:
+                prepared.give_back()
+
+    def _leave_unchecked(self) -> None:
+        if self._state is not _State.OPEN:  # a step inside the block has finished the pass
+            return
+        try:
+            self._unscale_unchecked()
+        except BaseException:
+            self._abort()
+            raise
+        self._state = _State.DELAYED
+        self._scale = 1.0
+        self.scaled = False
+
     def _unscale(self) -> None:
         scaler = self.scaler
         if scaler.dynamic and not scaler.awaiting_update:
             scaler.found_inf.zero_()
-        if self.scaled:
+        if not scaler.is_identity:
             unscale_grads(self.prepared_optimizers, scaler, self._scale)
+        added: list[PreparedOptimizer] = []
         for prepared in self.prepared_optimizers:
-            prepared.give_back()
+            if prepared.give_back() and prepared.overflow.was_skipped is not False:
+                added.append(prepared)
+        if scaler.dynamic and added:  # what a skipped step has left overflows again
+            unscale_grads(added, scaler, 1.0)
         if scaler.dynamic:
             scaler.await_update([prepared.overflow for prepared in self.prepared_optimizers])
         if not self._delay_overflow_check:
             self.updates = scaler.end_pass(len(self.prepared_optimizers))
 
     def _abort(self) -> None:
-        """Drops the gradients of the pass; a pass that continues others leaves its part."""
+        """Drops the gradients of the pass, but for those that it has added in place."""
         if self._state is not _State.OPEN:
             return
         self._state = _State.FAILED
         self._end_loans(failed=True)
-        if self._continued is None:
+        if self.adds_in_place:
+            self._unscale_unchecked()
+        else:
             self._restore_grads()
         for prepared in self.prepared_optimizers:
-            prepared.end_pass(self._continued)
+            earlier = self._earlier.get(prepared)
+            if earlier is not None and prepared not in earlier.prepared_optimizers:
+                earlier.prepared_optimizers.append(prepared)
+            prepared.end_pass(earlier)
         self._notify()
 
     def _restore_grads(self) -> None:
@@ -394,3 +427,12 @@ class BackwardPass:
         for prepared in self.prepared_optimizers:
             for listener in [*prepared.listeners]:  # which may remove itself
                 listener(self, prepared)
+
+
+def _sends_local(prepared: PreparedOptimizer) -> bool:
+    """Returns whether a pass sends gradients that ranks have yet to share."""
+    session = prepared.session
+    if not session.under_ddp:
+        return False
+    trained = prepared.trained_params()
+    return session.ddp.holds_local(trained) and session.shares_grads(trained)

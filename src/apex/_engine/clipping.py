@@ -22,10 +22,11 @@ def clip_grad_norm_(
 
     Gradients of a 16-bit model stay in 16 bits.
     """
-    if prepared.unfinished_pass is not None:
+    opened = prepared.unfinished_pass
+    if opened is not None and opened.is_open:
         raise RuntimeError(
             "amp.clip_grad_norm_ was called while the gradients are still scaled. Call it after "
-            "the amp.scale_loss block; with delay_unscale=True, after the last block of the step."
+            "the amp.scale_loss block."
         )
     prepared.create_missing_masters()
     params = dict.fromkeys(prepared.trained_params())

@@ -40,8 +40,8 @@ class Observer:
         It has written ``weights``, which are of 16 bits, and of the session's models.
         """
 
-    def masters_read(self, prepared: Any, consumer: str) -> None:
-        """A script iterates over masters, in the file ``consumer``."""
+    def masters_read(self, prepared: Any) -> None:
+        """A script iterates over masters."""
 
     def model_used(self, state: Any, reader: FrameType | None) -> None:
         """A model begins a forward pass, or ``reader`` reads one of its methods."""

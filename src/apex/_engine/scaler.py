@@ -150,7 +150,6 @@ class Scaler:
         awaiting_update: Flags of the optimizers of passes from which the scale is not updated yet,
             as the keys of a dict. The next pass adds to ``found_inf``. They are raised when a block
             updates the scale, and not when a script does.
-        version: Changes with the scale.
         own_update: A script's replacement for a dynamic scale's update. It reads and sets flag,
             scale and count itself, and returns whether to skip the step. ``None`` without one.
     """
@@ -169,7 +168,6 @@ class Scaler:
         self.rule = rule
         self.loss_id = 0
         self.awaiting_update: dict[OverflowFlag, None] = {}
-        self.version = 0
         self.own_update: Callable[[], object] | None = None
         # All steps, which a static scale reports in place of clean ones.
         self._steps = 0
@@ -254,7 +252,6 @@ class Scaler:
         self._scale = checked_static(loss_scale)  # exact; fp32 may round it
         self.is_identity = self._scale == 1.0 and not self.dynamic
         self.loss_scale.fill_(self._scale)
-        self.version += 1
 
     def set_growth_tracker(self, growth_tracker: int) -> None:
         """Sets the count of clean steps; a dynamic scale's stays below the interval."""
@@ -351,7 +348,6 @@ class DynamicScaler(Scaler):
         )
         self.loss_scale.clamp_(rule.least, rule.greatest)
         self.awaiting_update = {}
-        self.version += 1
 
     def read_scale(self) -> float:
         return float(self.loss_scale)  # sync: the caller asks for a host number

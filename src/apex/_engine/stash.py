@@ -49,13 +49,14 @@ class Stash:
         for param, _, _ in self._grads.values():
             param.grad = None
 
-    def give_back(self, pair_of: Callable[[Tensor], MasterPair | None]) -> None:
+    def give_back(self, pair_of: Callable[[Tensor], MasterPair | None]) -> bool:
         """Adds the parameters' gradients to those put aside, in fp32 where there is a master.
 
         The sum is in the tensor from before, as autograd's own: scripts keep it, or clear it.
+        Returns whether there are some.
         """
         if not self._grads:
-            return
+            return False
         entries = [*self._grads.values()]
         self._grads.clear()
         params: list[nn.Parameter] = []
@@ -76,6 +77,7 @@ class Stash:
                 if grad is not values and grad.dtype is values.dtype:  # it is a view
                     grad.copy_(values)
                     param.grad = grad
+        return True
 
 
 def _own_memory(grad: Tensor, is_reused: bool) -> Tensor:

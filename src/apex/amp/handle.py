@@ -44,7 +44,7 @@ def scale_loss(
 
     If the block raises, the gradients from before it are restored, and later blocks work as usual.
     With a scale of exactly 1, gradients that autograd has already added stay, as without amp. They
-    also stay in a block that adds to one with ``delay_unscale=True``; amp warns to clear them.
+    also stay in a block that follows one with ``delay_unscale=True``; amp warns to clear them.
 
     Args:
         loss: A floating-point loss (0-d, or any shape that ``backward`` accepts). Fp16 and bf16
@@ -54,9 +54,9 @@ def scale_loss(
             call's loss scale is used, as in apex.
         loss_id: Index of the loss scaler, below ``num_losses`` of that call.
         model: Ignored; accepted for old scripts.
-        delay_unscale: Whether to leave the gradients scaled, to accumulate further backward passes
-            of the same loss; the last pass must not delay. Passes without delay accumulate
-            unscaled gradients, also under DistributedDataParallel's ``no_sync``.
+        delay_unscale: Whether further backward passes follow before the step: the last of them
+            checks the sum, and updates the scale once for all. The gradients are unscaled all the
+            same.
         delay_overflow_check: Whether to leave the scale unchanged; the next pass updates it for
             both.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -85,8 +84,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     inner = _inside(optimizer)
     prepared = None if inner is None else prepared_state(inner)
     if prepared is not None:
-        consumer = sys._getframe(1).f_code.co_filename
-        prepared.session.observer.masters_read(prepared, consumer)
+        prepared.session.observer.masters_read(prepared)
         prepared.update_masters()
         masters.widen_grads(prepared.pairs)
     for group in optimizer.param_groups:
@@ -99,11 +97,13 @@ class AmpStash:
     Attributes:
         lazy_init_called: For scripts that set it; has no effect.
         already_patched: For scripts that set it; has no effect.
+        params_have_scaled_gradients: For scripts that set it; has no effect. Gradients are scaled
+            inside a block only.
     """
 
     lazy_init_called = True
     already_patched = True
-    _scaled = False
+    params_have_scaled_gradients = False
 
     def __init__(self, prepared: PreparedOptimizer) -> None:
         self._prepared: PreparedOptimizer = weakref.proxy(prepared)
@@ -148,16 +148,6 @@ class AmpStash:
             pairs = map(pair_of_master, group["params"])
             groups.append([pair for pair in pairs if pair is not None])
         return groups
-
-    @property
-    def params_have_scaled_gradients(self) -> bool:
-        """Whether ``delay_unscale`` left gradients scaled."""
-        opened = self._prepared.unfinished_pass
-        return self._scaled or (opened is not None and not opened.is_open)
-
-    @params_have_scaled_gradients.setter
-    def params_have_scaled_gradients(self, value: bool) -> None:
-        self._scaled = value
 
 
 def _stash_of(optimizer: Any) -> Any:

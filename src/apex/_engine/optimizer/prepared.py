@@ -44,7 +44,7 @@ class Pass(Protocol):
     """A backward pass, as the optimizers see it whose gradients it computes."""
 
     scaled: bool
-    """Whether it multiplies gradients by a loss scale until it ends."""
+    """Whether gradients are multiplied by a loss scale until it ends."""
 
     @property
     def is_open(self) -> bool:
@@ -81,7 +81,7 @@ class PreparedOptimizer:
         self.pairs: list[MasterPair] = []
         # The pass still to be finished, or one that borrows gradients.
         self.unfinished_pass: Pass | None = None
-        # Gradients from before that pass.
+        # Gradients from before that pass, while its block is open.
         self.stash = Stash()
         # Whether a pass since the last step overflowed.
         self.overflow = OverflowFlag()
@@ -132,18 +132,6 @@ class PreparedOptimizer:
                 trained[index] = param._apex_model
         return trained
 
-    def check_new_params(self, new: Sequence[nn.Parameter]) -> None:
-        """Raises ValueError unless the optimizer can take these parameters of models now."""
-        if self.unfinished_pass is None or not self.unfinished_pass.scaled:
-            return
-        if any(param.grad is not None for param in new):
-            raise ValueError(
-                "add_param_group got a parameter that has a gradient, before the gradients of "
-                "earlier amp.scale_loss blocks are unscaled: nobody knows whether this one is "
-                "scaled, too. Clear it first (param.grad = None), or add the group before the "
-                "first block with delay_unscale=True or after the last block of the step."
-            )
-
     @untraced
     def create_missing_masters(self) -> bool:
         """Puts masters in place of trained low-precision parameters in the groups, all or none.
@@ -190,22 +178,22 @@ class PreparedOptimizer:
         """Whether this thread has used it last: passes in others do not reach its gradients."""
         return self._thread is ambient.this_thread()
 
-    def begin_pass(self, begun: Pass, *, continues: bool) -> None:
+    def begin_pass(self, begun: Pass, *, adds: bool) -> None:
         """Prepares the gradients for a pass that was given the optimizer."""
         self.note_thread()
         self.settle_overflow(takes=True)
-        self.make_room(scaled=begun.scaled, continues=continues)
+        self.make_room(scaled=begun.scaled, adds=adds)
         self.unfinished_pass = begun
 
-    def lend_to(self, begun: Pass) -> None:
+    def lend_to(self, begun: Pass, *, adds: bool) -> None:
         """Prepares the gradients for a pass that may reach them, and gives them back."""
         self.settle_overflow(takes=False)
-        self.make_room(scaled=True)
+        self.make_room(scaled=True, adds=adds)
         self.unfinished_pass = begun
 
-    def end_pass(self, continued: Pass | None = None) -> None:
-        """Ends the pass; one that failed may have continued a delayed one."""
-        self.unfinished_pass = continued
+    def end_pass(self, earlier: Pass | None = None) -> None:
+        """Ends the pass; an earlier one may still be unchecked."""
+        self.unfinished_pass = earlier
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -241,18 +229,18 @@ class PreparedOptimizer:
         """Returns whether there is a gradient."""
         return any(param.grad is not None for param in self.trained_params())
 
-    def make_room(self, *, scaled: bool, continues: bool = False) -> None:
+    def make_room(self, *, scaled: bool, adds: bool = False) -> None:
         """Prepares the gradients for a pass that adds to them.
 
         A scaled pass begins without gradients, and so does one under DistributedDataParallel, which
-        adds no 16-bit gradients to fp32 ones. A pass that continues another adds to its gradients.
+        adds no 16-bit gradients to fp32 ones.
 
         Args:
             scaled: Whether the pass multiplies gradients by a loss scale.
-            continues: Whether it adds to the gradients of a delayed pass.
+            adds: Whether it adds to the gradients in place, which have its scale.
         """
         session = self.session
-        if continues or not (scaled or session.under_ddp):
+        if adds or not (scaled or session.under_ddp):
             session.prepare_grads(self.pairs)
         elif scaled:
             self.stash.put_aside(self.trained_params(), session.reuses_grad)
@@ -260,9 +248,9 @@ class PreparedOptimizer:
             models = [pair.model for pair in self.pairs]
             self.stash.put_aside(models, session.reuses_grad)
 
-    def give_back(self) -> None:
-        """Adds the gradients that were put aside."""
-        self.stash.give_back(self.masters.pair_of)
+    def give_back(self) -> bool:
+        """Adds the gradients that were put aside; returns whether there are some."""
+        return self.stash.give_back(self.masters.pair_of)
 
     def remove_grads(self) -> None:
         """Removes all gradients."""
@@ -570,16 +558,18 @@ def reachable(
 ) -> tuple[list[PreparedOptimizer], list[nn.Parameter]]:
     """Returns what a pass of ``own`` optimizers may reach beside their parameters.
 
-    These are this thread's optimizers without an unfinished pass whose ranks share gradients now,
-    and the parameters, of models of this session and of others of its thread, that none steps.
+    These are this thread's optimizers whose gradients are unscaled, and the parameters, of models
+    of this session and of others of its thread, that none steps.
     """
     lenders: list[PreparedOptimizer] = []
     stepped: set[int] = set()
     for prepared in live_optimizers():
         trained = prepared.trained_params()
         stepped.update(map(id, trained))
-        is_free = prepared.unfinished_pass is None and prepared not in own
-        if is_free and prepared.is_used_here and prepared.session.shares_grads(trained):
+        begun = prepared.unfinished_pass
+        is_free = begun is None or not (begun.scaled or begun.is_open)
+        is_beside = prepared not in own and prepared.is_used_here
+        if is_free and is_beside and prepared.session.shards.sends(trained):
             lenders.append(prepared)
     unowned: dict[int, nn.Parameter] = {}
     for other in Session.live:

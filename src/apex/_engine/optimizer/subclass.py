@@ -108,7 +108,6 @@ class AmpOptimizer(Optimizer):
         try:
             super().add_param_group(param_group)
             params = self.param_groups[-1]["params"]
-            prepared.check_new_params(params)
             convert_late(prepared.session, params)
             prepared.create_missing_masters()
         except BaseException:

@@ -124,7 +124,7 @@ class Watch(Observer):
         """Warns of what was found in the block."""
         inspection = self._inspections.pop(block, None)
         if block.failed:
-            if block.continues_delayed:
+            if block.adds_in_place:
                 self.warn(Mistake.FAILED_AFTER_DELAYED)
         elif inspection is not None:
             self.warn(inspection.found)
@@ -185,16 +185,14 @@ class Watch(Observer):
         if weights:
             self.warn(Mistake.UNPREPARED_OPTIMIZER)
 
-    def masters_read(self, prepared: PreparedOptimizer, consumer: str) -> None:
+    def masters_read(self, prepared: PreparedOptimizer) -> None:
         """Warns if masters' gradients are read before the model's gradients are unscaled."""
         opened = prepared.unfinished_pass
         # While a pass runs, hooks may ask for the masters, for instance to step them.
         if opened is None or not opened.scaled or backward_id() != -1:
             return
-        if opened.is_open and prepared.pairs:
+        if prepared.pairs:
             self.warn(Mistake.CLIPPED_INSIDE)
-        elif not opened.is_open and consumer == nn.utils.clip_grad.__file__:
-            self.warn(Mistake.CLIPPED_DELAYED)
 
     # -- uses of a model ---------------------------------------------------------------------
 
@@ -249,8 +247,5 @@ def _averages(prepared: PreparedOptimizer) -> bool:
 
 def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:
     """Returns the mistake that gradients from before a block, or a step, show."""
-    is_delayed = prepared.unfinished_pass is not None and not _averages(prepared)
     origins = origins_of(some_of(prepared.trained_params()))
-    if Origin.OTHER in origins:
-        return Mistake.FORGOTTEN_OPTIMIZER
-    return Mistake.CLIPPED_DELAYED if is_delayed and origins == {Origin.CHANGED} else None
+    return Mistake.FORGOTTEN_OPTIMIZER if Origin.OTHER in origins else None

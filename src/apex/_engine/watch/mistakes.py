@@ -77,13 +77,6 @@ class Mistake(enum.Enum):
         "    with amp.scale_loss(loss + other_loss, optimizer) as scaled_loss:\n"
         "        scaled_loss.backward()\n"
     )
-    CLIPPED_DELAYED = (
-        "Gradients were clipped or changed after an amp.scale_loss block with delay_unscale=True. "
-        "They are still multiplied by the loss scale (initially 65536). Clipping therefore shrinks "
-        "them far too much. Leave delay_unscale out of the last block of the step, and clip after "
-        f"it:\n{BLOCK}"
-        "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
-    )
     SCALED_HOOK = (
         "A hook on a 16-bit parameter runs in the backward pass of amp.scale_loss, where gradients "
         "are still multiplied by the loss scale (initially 65536), and what it takes away is not "
@@ -195,11 +188,7 @@ class BlockInspection:
             return
         scaled_loss.register_hook(self._begin_pass)  # type: ignore[no-untyped-call]
         trained: list[Tensor] = []
-        optimizers = [*block.prepared_optimizers]
-        for prepared, delayed in block.delayed_others():
-            if block.has_scale_of(delayed):
-                optimizers.append(prepared)
-        for prepared in optimizers:
+        for prepared in block.prepared_optimizers:
             params = prepared.trained_params()
             trained += params
             self._params += some_of(params)

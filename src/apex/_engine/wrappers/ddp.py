@@ -24,12 +24,14 @@ class _WrapperState:
         sends: Whether the latest forward pass under it will send its gradients.
         traced: Whether its forward passes are compiled, which record nothing.
         shared: Whether its masters have been made equal on all ranks.
+        is_local: Whether ranks may hold gradients that it has yet to send, as under ``no_sync``.
     """
 
     sent: set[int]
     sends: bool = True
     traced: bool = False
     shared: bool = False
+    is_local: bool = False
 
 
 class DDPWrappers:
@@ -80,6 +82,7 @@ class DDPWrappers:
             state.traced = True
         if torch.is_grad_enabled():
             state.sends = ddp.sends(wrapper)
+            state.is_local |= not state.sends
 
     def reuses_grad(self, param: Tensor) -> bool:
         """Returns whether a parameter's gradient is a view of a wrapper's buffer, which it reuses.
@@ -100,6 +103,19 @@ class DDPWrappers:
             if not (ddp.sends(wrapper) if state.traced else state.sends):
                 return False
         return True
+
+    def set_local(self, params: Sequence[Tensor], *, is_local: bool) -> None:
+        """Records whether ranks hold gradients of parameters that have yet to be sent."""
+        for state in self._states.values():
+            if not state.sent.isdisjoint(map(id, params)):
+                state.is_local = is_local
+
+    def holds_local(self, params: Sequence[Tensor]) -> bool:
+        """Returns whether ranks may hold gradients of parameters that have yet to be sent."""
+        return any(
+            state.is_local and not state.sent.isdisjoint(map(id, params))
+            for state in self._states.values()
+        )
 
     def share_masters(self, masters: MasterTable, params: Sequence[Tensor]) -> None:
         """Broadcasts masters, once for each wrapper of the parameters.

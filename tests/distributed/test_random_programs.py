@@ -1,0 +1,174 @@
+"""Random programs on two ranks against the rules: a pass that sends averages the whole gradient.
+
+Weights, gradients and scales are few-bit numbers, so every level is exact.
+"""
+
+import contextlib
+import math
+import random
+import warnings
+
+import pytest
+import torch
+
+from apex import amp
+from tests.distributed import cases
+from tests.support import loops
+
+pytestmark = pytest.mark.distributed
+
+RATE = 0.125
+OPTIONS = {
+    "O1": {"loss_scale": "dynamic"},
+    "O2": {"loss_scale": "dynamic"},
+    "O2 static": {"loss_scale": 8.0},
+    "O4": {},
+    "O5": {},
+}
+CALLS = ["block"] * 4 + ["no_sync", "delayed", "step", "plain"] * 2 + ["clear", "edit", "evaluate"]
+
+
+class Program:
+    """A training of four weights by one optimizer or two, and what the rules say of it."""
+
+    def __init__(self, rank, level, wrapper, choose):
+        self.rank, self.choose = rank, choose
+        self.model = loops.Weights("abcd")
+        self.names = choose.choice([["abcd"], ["ab", "cd"]])
+        self.optimizers = [
+            torch.optim.SGD([getattr(self.model, name) for name in names], lr=RATE)
+            for names in self.names
+        ]
+        options = OPTIONS[level]
+        cases.initialized(level[:2], self.model, self.optimizers, num_losses=2, **options)
+        self.dynamic = options.get("loss_scale") == "dynamic"
+        if self.dynamic:
+            for scaler, scale in zip(amp._amp_state.loss_scalers, (2.0**6, 2.0**4), strict=True):
+                scaler._loss_scale = scale
+        self.parallel = cases.WRAPPERS[wrapper](self.model)
+        self.weights = dict.fromkeys("abcd", 1.0)
+        self.grads = {}  # of both ranks
+        self.is_local = False
+        self.unchecked = set()  # optimizers
+        self.skips = [False] * len(self.names)
+
+    def run_pass(self, indices, *, local=False, overflows=False, **options):
+        """A pass for some optimizers, which all weights are in; ``None`` for one without amp."""
+        factors = {name: [float(self.choose.randint(-3, 3)) for _ in range(2)] for name in "abcd"}
+        if overflows:
+            factors[self.choose.choice("abcd")][self.choose.randrange(2)] = math.inf
+        with self.parallel.no_sync() if local else contextlib.nullcontext():
+            loss = self.parallel(**{name: pair[self.rank] for name, pair in factors.items()})
+            if indices is None:
+                loss.backward()
+            else:
+                given = [self.optimizers[index] for index in indices]
+                loops.scaled_backward(loss, given, **options)
+        for name, pair in factors.items():
+            before = self.grads.get(name, [0.0, 0.0])
+            total = [old + new for old, new in zip(before, pair, strict=True)]
+            self.grads[name] = total if local else [sum(total) / 2.0] * 2
+        self.is_local = local
+
+    def block(self, *, local=False, delays=False, indices=None):
+        count = len(self.optimizers)
+        if indices is None:
+            indices = self.choose.sample(range(count), self.choose.randint(1, count))
+        overflows = self.dynamic and self.choose.random() < 0.1
+        options = {"loss_id": self.choose.randrange(2), "delay_unscale": delays}
+        self.run_pass(indices, local=local, overflows=overflows, **options)
+        if local or delays:
+            self.unchecked.update(indices)
+            return
+        self.unchecked.difference_update(indices)
+        for index, own in enumerate(self.names):
+            names = "".join(self.names[each] for each in indices) if index in indices else own
+            self.skips[index] = any(math.isinf(self.grads[name][0]) for name in names)
+        if any(self.skips):
+            self.step()
+
+    def no_sync(self):
+        self.block(local=True)
+
+    def delayed(self):
+        self.block(delays=True)
+
+    def plain(self):
+        self.run_pass(None, local=self.choose.random() < 0.3)
+
+    def edit(self):
+        """Doubles a gradient of the model, or of what is stepped."""
+        name = self.choose.choice("abcd")
+        if name not in self.grads:
+            return
+        masters = [p for each in self.optimizers for p in amp.master_params(each)]
+        sides = [getattr(self.model, name), masters["abcd".index(name)]]
+        param = self.choose.choice(sides)
+        if self.choose.random() < 0.5:
+            param.grad.mul_(2.0)
+        else:
+            param.grad = param.grad * 2.0
+        self.grads[name] = [2.0 * each for each in self.grads[name]]
+
+    def clear(self):
+        way = self.choose.choice(["optimizers", "zeros", "wrapper", "by hand"])
+        if way == "wrapper":
+            self.parallel.zero_grad()
+        elif way == "by hand":
+            for param in self.parallel.parameters():
+                param.grad = None
+        else:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=way == "optimizers")
+        self.grads.clear()
+
+    def evaluate(self):
+        with torch.no_grad():
+            self.parallel(a=1.0)
+
+    def step(self):
+        if self.is_local or self.unchecked:
+            self.block(indices=[*range(len(self.optimizers))])
+        if not self.grads:  # amp would warn
+            return
+        for optimizer, names, skips in zip(self.optimizers, self.names, self.skips, strict=True):
+            optimizer.step()
+            assert amp.step_was_skipped(optimizer, on_host=True) is skips
+            for name in names:
+                if not skips:
+                    self.weights[name] -= RATE * self.grads.get(name, [0.0])[0]
+        if any(self.skips):
+            self.skips = [False] * len(self.names)
+            self.clear()
+
+    def check(self):
+        for name, pair in self.grads.items():
+            grad = getattr(self.model, name).grad
+            assert math.isinf(pair[self.rank]) or grad.tolist() == [pair[self.rank]] * 2
+        masters = [p[0].item() for each in self.optimizers for p in amp.master_params(each)]
+        assert masters == [*self.weights.values()]
+
+
+def run_programs(rank, level, wrapper):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "optimizer.step.. got gradients that no amp.scale_loss")
+        for seed in range(40):
+            run_program(rank, level, wrapper, seed)
+
+
+def run_program(rank, level, wrapper, seed):
+    choose = random.Random(seed)
+    program, done = Program(rank, level, wrapper, choose), []
+    try:
+        for _ in range(choose.randint(3, 14)):
+            done.append(choose.choice(CALLS))
+            getattr(program, done[-1])()
+            program.check()
+    except Exception as error:
+        raise AssertionError(f"seed {seed}: {program.names} {done}") from error
+
+
+@pytest.mark.parametrize("wrapper", ["torch", "torch views"])
+@pytest.mark.parametrize("level", OPTIONS)
+def test_random_programs_follow_the_rules(on_two_ranks, level, wrapper):
+    on_two_ranks(run_programs, level, wrapper)
