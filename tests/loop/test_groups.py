@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from apex import amp
+from apex import amp, optimizers
 from tests.support import loops
 
 
@@ -67,6 +67,25 @@ def test_groups_that_are_built_anew_step_the_same_masters(level):
     del optimizer.param_groups[0]["params"][0]
     optimizer.add_param_group({"params": [model[0].weight]})
     assert len(loops.masters(optimizer)) == 4
+
+
+@pytest.mark.parametrize("joins", ["group", "unfrozen"])
+@pytest.mark.parametrize("name", ["Adagrad", "SGD"])
+def test_weights_that_join_later_are_trained_by_fused_optimizers_as_by_torch_s(level, joins, name):
+    ends = []
+    for make in (getattr(torch.optim, name), getattr(optimizers, f"Fused{name}")):
+        model = loops.net()
+        model[2].requires_grad_(False)
+        first = model[0] if joins == "group" else model
+        optimizer = make(first.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+        loops.train(model, optimizer, 2)
+        model[2].requires_grad_(True)
+        if joins == "group":
+            optimizer.add_param_group({"params": model[2].parameters()})
+        loops.train(model, optimizer, 2)
+        ends.append(loops.masters(optimizer))
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("step", [loops.train_step, loops.train_step_with_closure])

@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes, tree
 
+PREPARED = "_apex_prepared"
+"""Attribute of a prepared optimizer that holds amp's state, which is no part of the optimizer."""
+
 _FUSED_ADAM = "apex.optimizers.fused_adam"
 
 
@@ -66,7 +69,8 @@ class _Exchange:
         """Exchanges in the attributes of an object."""
         attributes = vars(holder)
         for name, value in list(attributes.items()):
-            attributes[name] = self._of(value)
+            if name != PREPARED:
+                attributes[name] = self._of(value)
 
     def _of(self, value: Any) -> Any:
         """Returns what takes the place of a value: itself, but for parameters, ids and tuples."""

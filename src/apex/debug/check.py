@@ -18,8 +18,7 @@ from torch.optim.optimizer import (
 
 from apex._core import arguments, dtypes, tree
 from apex._core.mixins import plain_class
-from apex._core.param_groups import params_of, states_in
-from apex._engine.optimizer.prepared import PREPARED
+from apex._core.param_groups import PREPARED, params_of, states_in
 from apex._engine.optimizer.subclass import prepared_state
 from apex.amp.report import NonfiniteGradient, count, nonfinite_gradients
 from apex.debug import tracing

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
-from apex._core.param_groups import exchange, is_trained, move_state, params_of
+from apex._core.param_groups import PREPARED, exchange, is_trained, move_state, params_of
 from apex._engine import masters
 from apex._engine.autocast import ambient
 from apex._engine.masters import MasterPair
@@ -35,9 +35,6 @@ _SECOND_ORDER = (
     "the model's own parameters. An optimizer that differentiates gradients needs opt_level 'O4'."
 )
 """The fix for optimizers such as AdaHessian and Sophia."""
-
-PREPARED = "_apex_prepared"
-"""Attribute of a prepared optimizer that holds its state."""
 
 
 class Pass(Protocol):

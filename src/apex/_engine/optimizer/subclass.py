@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from apex._core import tree
 from apex._core.mixins import plain_class, swap_class, with_mixin
-from apex._core.param_groups import dtypes_of, match_states, optimizers_in
+from apex._core.param_groups import PREPARED, dtypes_of, match_states, optimizers_in
 from apex._engine import masters
 from apex._engine.conversion.casts import convert_late
-from apex._engine.optimizer.prepared import PREPARED, PreparedOptimizer, unscale_grads
+from apex._engine.optimizer.prepared import PreparedOptimizer, unscale_grads
 from apex._engine.session import Session
 from apex._torch.dynamo import untraced, untraced_frame
 

@@ -16,10 +16,9 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
-from apex._core.param_groups import params_of
+from apex._core.param_groups import PREPARED, params_of
 from apex._engine import masters
 from apex._engine.autocast import ambient
-from apex._engine.optimizer.prepared import PREPARED
 from apex._engine.session import Session
 from apex._torch.dynamo import untraced
 from apex._torch.modules import named_tensors
