@@ -98,6 +98,29 @@ def test_in_dicts_and_sets_a_master_is_its_parameter(level):
         optimizer.add_param_group({"params": params[:1]})
 
 
+class SlowWeights(torch.optim.SGD):
+    """Makes state where a group is added."""
+
+    def add_param_group(self, group):
+        super().add_param_group(group)
+        for param in self.param_groups[-1]["params"]:
+            self.state[param]["slow"] = param.detach().clone()
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_state_that_an_optimizer_makes_for_a_later_group_has_the_dtype_of_what_it_steps(
+    level, is_new
+):
+    model = loops.net()
+    optimizer = SlowWeights(model[0].parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if is_new:
+        model[2] = torch.nn.Linear(8, 2)
+    optimizer.add_param_group({"params": model[2].parameters()})
+    for param in optimizer.param_groups[1]["params"]:
+        assert optimizer.state[param]["slow"].dtype is param.dtype
+
+
 def test_data_assigned_to_a_master_reaches_the_model_at_once(level):
     model, optimizer = loops.prepared(level)
     weight = model[0].weight

@@ -108,8 +108,10 @@ class AmpOptimizer(Optimizer):
         try:
             super().add_param_group(param_group)
             params = self.param_groups[-1]["params"]
+            old_dtypes = dtypes_of([self])
             convert_late(prepared.session, params)
             prepared.create_missing_masters()
+            match_states([self], old_dtypes)
         except BaseException:
             del self.param_groups[count:]
             raise
