@@ -56,6 +56,19 @@ def test_a_skip_that_finds_the_scale_hides_no_fault_behind_it():
     )
 
 
+def test_a_scaled_gradient_that_overflows_behind_a_masked_value_heals():
+    net, optimizer = loops.prepared("O2", model=nn.Linear(1, 2, bias=False))
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[-1.0], [0.01]]))
+    with trace_overflow(net) as trace:
+        for _ in range(12):  # 65536 / 0.01 exceeds fp16 until the scale is 512
+            optimizer.zero_grad()
+            h = net(torch.ones(1, 1)).half()
+            loops.scaled_backward(torch.where(h > 0, h.log(), h).float().mean(), optimizer)
+    assert (trace.first.cause, trace.first.heals) == ("loss scale", True)
+    assert amp.debug.why_skipped(optimizer) == []
+
+
 def test_models_are_found_as_they_are_called_and_several_are_distinguished():
     first, second = nn.Sequential(nn.Linear(2, 2)), bodies.overflowing_net()
     with trace_overflow() as found:

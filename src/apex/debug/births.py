@@ -27,6 +27,7 @@ _DEFINED_EVERYWHERE = operators(
 )
 """Operators with a true result for all finite inputs."""
 
+_PRODUCTS = operators("mm bmm addmm baddbmm linear convolution")
 _MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
 # These map -inf to 0, the right result.
 _MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}
@@ -63,13 +64,13 @@ class Birth:
         grown: Whether the weights have grown manifold since the first step.
         reader: The first operator that read the values and passed them on.
         reader_module: The module in which the reader ran; None before.
+        multiplied: Whether a product of matrices read the values, as it reads data but no mask.
         feeds_softmax: Whether a softmax has read the values.
         negative: Whether all infinities are negative.
         scale: Multiplier on the loss; 1 without one.
         dynamic: Whether a dynamic loss scale, of amp or a ``GradScaler``, unscaled the gradients.
         stepped: Whether values reached the loss or weights.
         masked: Whether values were masked out.
-        masked_again: Whether their derivative was not finite after they were masked out.
         absorbed: Whether a softmax or exp mapped -inf to 0, its right result.
         limited: Whether an operator such as clamp mapped them to their finite limit.
     """
@@ -97,13 +98,13 @@ class Birth:
     grown: bool = False
     reader: str = ""
     reader_module: str | None = None
+    multiplied: bool = False
     feeds_softmax: bool = False
     negative: bool = False
     scale: float = 1.0
     dynamic: bool = False
     stepped: bool = False
     masked: bool = False
-    masked_again: bool = False
     absorbed: bool = False
     limited: bool = False
 
@@ -203,15 +204,11 @@ class Birth:
             self.masked = True
 
     def pass_on(self, operator: str, module: str) -> None:
-        """Records the first operator that read the values and passed them on."""
+        """Records an operator that read the values and passed them on."""
+        self.multiplied |= operator in _PRODUCTS
         if not self.reader:
             self.reader = operator
             self.reader_module = module
-
-    def differentiate(self) -> None:
-        """Records that a derivative of the operator is not finite."""
-        if self.masked:
-            self.masked_again = True
 
     def reach(self) -> None:
         """Records that the values reached the loss or weights."""
