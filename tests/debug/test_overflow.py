@@ -56,6 +56,17 @@ def test_a_skip_that_finds_the_scale_hides_no_fault_behind_it():
     )
 
 
+def test_an_overflow_in_an_evaluation_neither_counts_nor_hides_a_fault():
+    net = nn.Linear(2, 2)
+    with trace_overflow(net) as trace:
+        with torch.no_grad():
+            (net(torch.ones(1, 2)).half() + 12.0).exp().clamp(max=1.0)
+        net(torch.ones(1, 2)).sum().backward()
+        assert trace.first is None, str(trace)
+        (net(torch.ones(1, 2)) * 0).log().sum().backward()
+    assert (trace.first.op, trace.first.cause) == ("aten.log", "domain")
+
+
 def test_a_scaled_gradient_that_overflows_behind_a_masked_value_heals():
     net, optimizer = loops.prepared("O2", model=nn.Linear(1, 2, bias=False))
     with torch.no_grad():

@@ -230,7 +230,8 @@ class Births:
 
         If a backward pass completes with finite gradients, all earlier births were harmless, with
         one exception. A value beyond fp16's range is lost even if a later clamp or sigmoid maps
-        the infinity to a finite value. Only softmax and exp return the right result for -inf. If
+        the infinity to a finite value. Only softmax and exp return the right result for -inf. Under
+        ``no_grad``, as in an evaluation, there is no exception. If
         there are several faults, those whose values were masked out or limited come last.
 
         When a trace ends, births that no backward pass has judged count as faults. Births whose
@@ -289,7 +290,8 @@ class Births:
         birth = replace(birth, time=self.time, steps=self.steps)
         if not birth.deliberate:
             self._pending.append(birth)
-            if birth.is_lost:
+            trains = birth.backward or torch.is_grad_enabled()
+            if trains and birth.is_lost:
                 self._lost.setdefault(birth.site, birth)
         return birth
 
