@@ -384,9 +384,8 @@ class OverflowTrace(Trace):
         if role.startswith("state"):
             return "optimizer state"
         # Parameters of a model that no forward has made known yet are weights, too.
-        if any(isinstance(written, nn.Parameter) for written in call.written):
-            return "weights"
-        if self._is_weight(tensor):
+        fills_parameter = any(isinstance(written, nn.Parameter) for written in call.written)
+        if fills_parameter or self._is_weight(tensor):
             return "weights"
         return "data"
 
