@@ -230,9 +230,9 @@ class Births:
 
         If a backward pass completes with finite gradients, all earlier births were harmless, with
         one exception. A value beyond fp16's range is lost even if a later clamp or sigmoid maps
-        the infinity to a finite value. Only softmax and exp return the right result for -inf. Under
-        ``no_grad``, as in an evaluation, there is no exception. If
-        there are several faults, those whose values were masked out or limited come last.
+        the infinity to a finite value. Only softmax and exp return the right result for -inf. This
+        exception does not hold under ``no_grad``, as in an evaluation. If there are several faults,
+        those whose values were masked out or limited come last.
 
         When a trace ends, births that no backward pass has judged count as faults. Births whose
         values were masked out do not, nor do births at an operator and line (a metric) that were

@@ -297,7 +297,7 @@ class Trace:
         """The report of a trace in which no operator ran."""
         return (
             f"Nothing traced: no operator ran inside. Write `with amp.debug.{self._NAME}(model) as "
-            "trace:` around a whole iteration."
+            "trace:` around a whole iteration, in the thread that runs it."
         )
 
     def _before(self, call: Call) -> Any:
