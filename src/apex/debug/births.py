@@ -64,7 +64,8 @@ class Birth:
         grown: Whether the weights have grown manifold since the first step.
         reader: The first operator that read the values and passed them on.
         reader_module: The module in which the reader ran; None before.
-        multiplied: Whether a product of matrices read the values, as it reads data but no mask.
+        multiplied: Whether a product of matrices read the values before a softmax did, as it reads
+            data but no mask.
         feeds_softmax: Whether a softmax has read the values.
         negative: Whether all infinities are negative.
         scale: Multiplier on the loss; 1 without one.
@@ -205,7 +206,8 @@ class Birth:
 
     def pass_on(self, operator: str, module: str) -> None:
         """Records an operator that read the values and passed them on."""
-        self.multiplied |= operator in _PRODUCTS
+        if operator in _PRODUCTS and not self.feeds_softmax:
+            self.multiplied = True
         if not self.reader:
             self.reader = operator
             self.reader_module = module
