@@ -215,9 +215,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
     assert all(text.startswith("Raises an error: ") and message in text for text in raising)
 
 
+PLUGIN = "pytorch_lightning.plugins.ApexMixedPrecisionPlugin"
 OLD = [
     ("from torch._six import inf", "torch._six.inf", "not supported"),
     ("from collections import Iterable", "collections.Iterable", "not supported"),
+    (f"import pytorch_lightning\n{PLUGIN}()", PLUGIN, "not supported"),
     ("import collections\ncollections.Mapping", "collections.Mapping", "not supported"),
     ("import numpy as np\nnp.float(1)", "numpy.float", "not supported"),
     ("import torch\ntorch.load(path)", "torch.load", "note"),
