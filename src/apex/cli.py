@@ -68,9 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, NotWrittenError):
             return NOT_WRITTEN
         return BAD_INPUT
-    except OSError as error:  # of standard output
-        if not isinstance(error, BrokenPipeError):  # as in `apex compare x.py | head`
-            print(f"{args.parser.prog}: standard output: {error.strerror}.", file=sys.stderr)
+    except OSError as error:  # of standard output: a full disk, or as in `apex doctor | head -1`
+        print(f"{args.parser.prog}: standard output: {error.strerror}.", file=sys.stderr)
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())  # Python flushes at exit
         return NOT_WRITTEN
