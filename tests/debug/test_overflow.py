@@ -67,6 +67,28 @@ def test_an_overflow_in_an_evaluation_neither_counts_nor_hides_a_fault():
     assert (trace.first.op, trace.first.cause) == ("aten.log", "domain")
 
 
+def test_parameters_without_values_disturb_no_trace():
+    used, lazy, meta = nn.Linear(2, 2), nn.LazyLinear(2), nn.Linear(2, 2, device="meta")
+    net = bodies.Body(lambda self, x: self.used(x), used=used, lazy=lazy, meta=meta)
+    optimizer = torch.optim.SGD(net.used.parameters(), 0.1)
+    with trace_overflow(net) as trace:
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        net(torch.ones(1, 2) * torch.inf).sum().backward()
+    assert trace.first.cause == "constant"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("tool", ["trace_overflow", "trace_rounding"])
+def test_an_evaluation_with_nested_tensors_runs_under_a_trace(tool):
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    net = nn.TransformerEncoder(layer, 1).eval()
+    padding = torch.tensor([[False, False], [False, True]])
+    with getattr(amp.debug, tool)(net) as trace, torch.no_grad():
+        net(torch.ones(2, 2, 4), src_key_padding_mask=padding)
+    assert getattr(trace, "first", None) is None
+
+
 def test_a_scaled_gradient_that_overflows_behind_a_masked_value_heals():
     net, optimizer = loops.prepared("O2", model=nn.Linear(1, 2, bias=False))
     with torch.no_grad():

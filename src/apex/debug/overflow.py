@@ -206,8 +206,8 @@ class OverflowTrace(Trace):
     @property
     def _largest_weight(self) -> float:
         """The largest absolute value of the models' parameters."""
-        weights = map(tracing.values_of, self._tracker.parameters)
-        return max((values.largest for values in weights), default=0.0)
+        weights = filter(tracing.is_checked, self._tracker.parameters)
+        return max((tracing.values_of(weight).largest for weight in weights), default=0.0)
 
     # -- operators -------------------------------------------------------------------------------
 
