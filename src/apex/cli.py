@@ -62,15 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the terminal's encoding may be ASCII
     try:
-        code: int = args.run(args)
-        sys.stdout.flush()
-        return code
+        return int(args.run(args))
     except InputError as error:
         print(f"{args.parser.prog}: {error}", file=sys.stderr)
         if isinstance(error, NotWrittenError):
             return NOT_WRITTEN
         return BAD_INPUT
-    except BrokenPipeError:  # as in `apex compare x.py | head`
+    except OSError as error:  # of standard output: a full disk, or as in `apex doctor | head -1`
+        print(f"{args.parser.prog}: standard output: {error.strerror}.", file=sys.stderr)
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())  # Python flushes at exit
         return NOT_WRITTEN
@@ -339,8 +338,8 @@ def count(text: str) -> int:
 def show(file: str | None, text: str) -> None:
     """Prints a report; to standard error if ``file``, the target of ``--json``, is ``"-"``."""
     stream = sys.stderr if file == "-" else sys.stdout
-    stream.write(f"{text}\n")  # in one call, because ranks share a terminal
-    stream.flush()
+    # In one piece, because ranks share a terminal.
+    print(f"{text}\n", end="", file=stream, flush=True)
 
 
 def check_file(file: str | None) -> None:
@@ -367,6 +366,6 @@ def write_json(file: str | None, data: dict[str, Any]) -> None:
     """Writes data to a file; for ``"-"``, to standard output; for ``None``, nowhere. May raise."""
     text = json.dumps(data, indent=2, allow_nan=False) + "\n"
     if file == "-":
-        sys.stdout.write(text)
+        print(text, end="", flush=True)
     elif file is not None:
         write(file, text)

@@ -56,6 +56,52 @@ def test_a_skip_that_finds_the_scale_hides_no_fault_behind_it():
     )
 
 
+def test_an_overflow_in_an_evaluation_neither_counts_nor_hides_a_fault():
+    net = nn.Linear(2, 2)
+    with trace_overflow(net) as trace:
+        with torch.no_grad():
+            (net(torch.ones(1, 2)).half() + 12.0).exp().clamp(max=1.0)
+        net(torch.ones(1, 2)).sum().backward()
+        assert trace.first is None, str(trace)
+        (net(torch.ones(1, 2)) * 0).log().sum().backward()
+    assert (trace.first.op, trace.first.cause) == ("aten.log", "domain")
+
+
+def test_parameters_without_values_disturb_no_trace():
+    used, lazy, meta = nn.Linear(2, 2), nn.LazyLinear(2), nn.Linear(2, 2, device="meta")
+    net = bodies.Body(lambda self, x: self.used(x), used=used, lazy=lazy, meta=meta)
+    optimizer = torch.optim.SGD(net.used.parameters(), 0.1)
+    with trace_overflow(net) as trace:
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        net(torch.ones(1, 2) * torch.inf).sum().backward()
+    assert trace.first.cause == "constant"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("tool", ["trace_overflow", "trace_rounding"])
+def test_an_evaluation_with_nested_tensors_runs_under_a_trace(tool):
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    net = nn.TransformerEncoder(layer, 1).eval()
+    padding = torch.tensor([[False, False], [False, True]])
+    with getattr(amp.debug, tool)(net) as trace, torch.no_grad():
+        net(torch.ones(2, 2, 4), src_key_padding_mask=padding)
+    assert getattr(trace, "first", None) is None
+
+
+def test_a_scaled_gradient_that_overflows_behind_a_masked_value_heals():
+    net, optimizer = loops.prepared("O2", model=nn.Linear(1, 2, bias=False))
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[-1.0], [0.01]]))
+    with trace_overflow(net) as trace:
+        for _ in range(12):  # 65536 / 0.01 exceeds fp16 until the scale is 512
+            optimizer.zero_grad()
+            h = net(torch.ones(1, 1)).half()
+            loops.scaled_backward(torch.where(h > 0, h.log(), h).float().mean(), optimizer)
+    assert (trace.first.cause, trace.first.heals) == ("loss scale", True)
+    assert amp.debug.why_skipped(optimizer) == []
+
+
 def test_models_are_found_as_they_are_called_and_several_are_distinguished():
     first, second = nn.Sequential(nn.Linear(2, 2)), bodies.overflowing_net()
     with trace_overflow() as found:

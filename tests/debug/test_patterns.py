@@ -39,6 +39,20 @@ def test_neither_a_cast_of_large_numbers_nor_a_gradient_is_a_mask():
     assert (first.op, first.direction, first.pattern) == ("aten._to_copy", "backward", "")
 
 
+def test_what_a_product_reads_is_data_and_no_mask():
+    inf, weight = float("inf"), torch.ones(3, 3)
+    first = first_of(lambda x: (x.masked_fill(X > 1, inf) @ weight).softmax(-1), X)
+    assert first.what.startswith("the constant float('inf')")
+    first = first_of(lambda x: ((x * -1e9).half() @ weight.half()).softmax(-1), X)
+    assert (first.op, first.cause, first.pattern) == ("aten._to_copy", "range", "")
+
+
+def test_a_norm_that_is_0_is_named_in_every_dtype():
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        first = first_of(lambda x, low=dtype: x.to(low) / (x.to(low) * 0).norm(), X)
+        assert first.pattern == "a vector over its norm"
+
+
 def half(function, x=X, **modules):
     """Traces a model in fp16 whose forward is a function of it and of a linear layer's output."""
 

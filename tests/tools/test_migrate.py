@@ -215,9 +215,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
     assert all(text.startswith("Raises an error: ") and message in text for text in raising)
 
 
+PLUGIN = "pytorch_lightning.plugins.ApexMixedPrecisionPlugin"
 OLD = [
     ("from torch._six import inf", "torch._six.inf", "not supported"),
     ("from collections import Iterable", "collections.Iterable", "not supported"),
+    (f"import pytorch_lightning\n{PLUGIN}()", PLUGIN, "not supported"),
     ("import collections\ncollections.Mapping", "collections.Mapping", "not supported"),
     ("import numpy as np\nnp.float(1)", "numpy.float", "not supported"),
     ("import torch\ntorch.load(path)", "torch.load", "note"),
@@ -251,12 +253,18 @@ model, optimizer = amp.initialize(model, FusedNovoGrad(model.parameters()))
 """
 USE = b"from apex import amp\n"
 UNREADABLE = {
-    "broken.py": (b"import apex\nx = = 1\n", "is not valid Python 3: invalid syntax, line 2."),
+    "broken.py": (
+        b"import apex\nx = = 1\n",
+        "is not valid Python 3: invalid syntax (broken.py, line 2).",
+    ),
     "old.py": (b"import apex\nprint 1\n", "is not valid Python 3: "),
     "latin.py": (b"# apex \xe9\n", "cannot be decoded: invalid or missing encoding declaration."),
     "rot13.py": (b"# coding: rot13\n" + USE, "cannot be decoded: 'rot13' is not a text encoding"),
     "sum.py": (USE + b"x = " + b"+".join([b"1"] * 20_000), "nested too deeply to be read."),
-    "null.py": (USE + b"x = '\0'\n", "is not valid Python 3: source code string cannot contain"),
+    "null.py": (
+        USE + b"x = '\0'\n",
+        "is not valid Python 3: source code string cannot contain null bytes.",
+    ),
 }
 
 

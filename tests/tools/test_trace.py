@@ -240,7 +240,41 @@ def test_gradients_that_are_all_0_are_no_all_clear(trace):
     for option in ("--digits", "--updates"):
         code, out, _ = trace(body, options=[option])
         assert code == cli.NOT_FINITE
-        assert "No weight got a gradient: aten.threshold_backward in 1 returned zeros.\n" in out
+        assert (
+            "No weight got a gradient: aten.threshold_backward in 1 returned zeros in bfloat16.\n"
+            in out
+        )
+
+
+UNDERFLOW = """
+from apex import amp
+
+def main():
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    options = {"opt_level": "O2", "loss_scale": 1.0, "verbosity": 0}
+    net, optimizer = amp.initialize(net, optimizer, **options)
+    for _ in range(2):
+        loss = net(torch.ones(1, 2)).sum() * 1e-9
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+main()
+"""
+
+
+def test_gradients_that_all_underflow_are_named_with_a_remedy(trace):
+    code, out, _ = trace(UNDERFLOW, options=["--digits"])
+    assert code == cli.NOT_FINITE
+    assert "No weight got a gradient: " in out
+    assert "returned zeros in float16.\n" in out
+    assert "cause  underflow: gradients below 3e-8 have no place in fp16" in out
+    assert "1. scale the loss, loss_scale='dynamic'" in out
+    assert "2. use bf16, which has the range of fp32: opt_level='O5'" in out  # the model is gone
+    code, out, _ = trace(UNDERFLOW, options=["--updates"])
+    assert code == cli.NOT_FINITE
+    assert "`apex trace --digits` looks for these." in out
 
 
 @pytest.mark.parametrize("option", ["--digits", "--updates"])

@@ -27,6 +27,7 @@ _DEFINED_EVERYWHERE = operators(
 )
 """Operators with a true result for all finite inputs."""
 
+_PRODUCTS = operators("mm bmm addmm baddbmm linear convolution")
 _MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
 # These map -inf to 0, the right result.
 _MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}
@@ -63,13 +64,14 @@ class Birth:
         grown: Whether the weights have grown manifold since the first step.
         reader: The first operator that read the values and passed them on.
         reader_module: The module in which the reader ran; None before.
+        multiplied: Whether a product of matrices read the values before a softmax did, as it reads
+            data but no mask.
         feeds_softmax: Whether a softmax has read the values.
         negative: Whether all infinities are negative.
         scale: Multiplier on the loss; 1 without one.
         dynamic: Whether a dynamic loss scale, of amp or a ``GradScaler``, unscaled the gradients.
         stepped: Whether values reached the loss or weights.
         masked: Whether values were masked out.
-        masked_again: Whether their derivative was not finite after they were masked out.
         absorbed: Whether a softmax or exp mapped -inf to 0, its right result.
         limited: Whether an operator such as clamp mapped them to their finite limit.
     """
@@ -97,13 +99,13 @@ class Birth:
     grown: bool = False
     reader: str = ""
     reader_module: str | None = None
+    multiplied: bool = False
     feeds_softmax: bool = False
     negative: bool = False
     scale: float = 1.0
     dynamic: bool = False
     stepped: bool = False
     masked: bool = False
-    masked_again: bool = False
     absorbed: bool = False
     limited: bool = False
 
@@ -203,15 +205,12 @@ class Birth:
             self.masked = True
 
     def pass_on(self, operator: str, module: str) -> None:
-        """Records the first operator that read the values and passed them on."""
+        """Records an operator that read the values and passed them on."""
+        if operator in _PRODUCTS and not self.feeds_softmax:
+            self.multiplied = True
         if not self.reader:
             self.reader = operator
             self.reader_module = module
-
-    def differentiate(self) -> None:
-        """Records that a derivative of the operator is not finite."""
-        if self.masked:
-            self.masked_again = True
 
     def reach(self) -> None:
         """Records that the values reached the loss or weights."""
@@ -233,8 +232,9 @@ class Births:
 
         If a backward pass completes with finite gradients, all earlier births were harmless, with
         one exception. A value beyond fp16's range is lost even if a later clamp or sigmoid maps
-        the infinity to a finite value. Only softmax and exp return the right result for -inf. If
-        there are several faults, those whose values were masked out or limited come last.
+        the infinity to a finite value. Only softmax and exp return the right result for -inf. This
+        exception does not hold under ``no_grad``, as in an evaluation. If there are several faults,
+        those whose values were masked out or limited come last.
 
         When a trace ends, births that no backward pass has judged count as faults. Births whose
         values were masked out do not, nor do births at an operator and line (a metric) that were
@@ -292,7 +292,8 @@ class Births:
         birth = replace(birth, time=self.time, steps=self.steps)
         if not birth.deliberate:
             self._pending.append(birth)
-            if birth.is_lost:
+            trains = birth.backward or torch.is_grad_enabled()
+            if trains and birth.is_lost:
                 self._lost.setdefault(birth.site, birth)
         return birth
 

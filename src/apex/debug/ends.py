@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from apex._core import dtypes
 from apex._core.param_groups import params_of
 from apex._torch.dispatch_modes import suspend_modes
 from apex.debug.common import listed
@@ -27,8 +28,9 @@ class GradientEnds(Trace):
 
     def __init__(self, *models: Any) -> None:
         super().__init__(*models)
-        # The last derivative: its operator, its place, and whether it returned zeros.
+        # The last derivative: its operator, its dtype and place, and whether it returned zeros.
         self._op = ""
+        self._dtype = ""
         self._place: Place | None = None
         self._ends_in_zeros = False
         # Names of the parameters that got a gradient other than 0; a set in order of time.
@@ -47,7 +49,9 @@ class GradientEnds(Trace):
         if place is None:
             text = "no operator ran backward, as if the loss were a constant or detached."
         elif self._ends_in_zeros:
-            text = f"{self._op} {place.where} returned zeros.\n{place.shown}"
+            text = f"{self._op} {place.where} returned zeros in {self._dtype}.\n{place.shown}"
+            if self._dtype == "float16":
+                text += "\nNumbers below 3e-8 are 0 there: `apex trace --digits` looks for these."
         else:
             text = f"backward passes end {place.where}.\n{place.shown}\n{_BEFORE}"
         names = [*filter(None, self._reached)]
@@ -69,6 +73,7 @@ class GradientEnds(Trace):
                 self._reached[name] = None
         elif not call.traits.view and not (is_zero and self._ends_in_zeros):
             self._op = call.name
+            self._dtype = dtypes.name(gradients[0].dtype)
             self._place = self._tracker.place
             self._ends_in_zeros = is_zero
 

@@ -86,7 +86,7 @@ def explain(
                 tensors = [*named_tensors(inner).values(), *tree.tensors(given)]
                 targets = [tensor for tensor in tensors if tensor.requires_grad]
                 common.gradients(loss, targets)
-    return Explanation(type(inner).__name__, costs.rows())
+    return Explanation(type(inner).__name__, tuple(costs.rows.values()))
 
 
 _INSTEAD = " Pass backward=False to run only the forward pass."
@@ -230,12 +230,15 @@ def _cells(row: OpRow, seconds: float) -> tuple[str, ...]:
 
 
 class _Costs(Trace):
-    """Times every operator on floating-point tensors, except views, which compute nothing."""
+    """Times every operator on floating-point tensors, except views, which compute nothing.
+
+    Attributes:
+        rows: The record of all calls so far, by the record of one call without its costs.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        # The record of all calls so far, by that of one call without its costs.
-        self._rows: dict[OpRow, OpRow] = {}
+        self.rows: dict[OpRow, OpRow] = {}
 
     def _now(self) -> float:
         if accelerator() is not None:
@@ -271,14 +274,10 @@ class _Costs(Trace):
             dtypes_in,
             dtype_out,
         )
-        total = self._rows.get(row, row)
-        self._rows[row] = replace(
+        total = self.rows.get(row, row)
+        self.rows[row] = replace(
             row,
             calls=total.calls + 1,
             seconds=total.seconds + seconds,
             cast_bytes=total.cast_bytes + moved,
         )
-
-    def rows(self) -> tuple[OpRow, ...]:
-        """Returns one record per operator, in order of first use."""
-        return tuple(self._rows.values())

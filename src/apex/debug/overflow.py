@@ -21,7 +21,7 @@ from apex.debug import tracing
 from apex.debug.births import FATEFUL, Birth, Births
 from apex.debug.causes import finding_of
 from apex.debug.common import Held, held_by, listed, to_json
-from apex.debug.place import Finding, Site, node_name, owner_of, runs_in_scaler
+from apex.debug.place import Finding, node_name, owner_of, runs_in_scaler
 from apex.debug.scaled import ScaledGradients
 from apex.debug.tracing import ByMemory, Call, Trace, floating, kind_of
 
@@ -135,8 +135,6 @@ class OverflowTrace(Trace):
             )
         super().__init__(*models)
         self._births = Births()
-        # The birth of the non-finite result at each autograd node.
-        self._births_by_site = weakref.WeakKeyDictionary[Site, Birth]()
         # Scale of a loss that the scaler multiplied before, and whether the scale is dynamic.
         unseen = 1.0, False
         if scaler is not None and scaler.is_enabled():
@@ -208,8 +206,8 @@ class OverflowTrace(Trace):
     @property
     def _largest_weight(self) -> float:
         """The largest absolute value of the models' parameters."""
-        weights = map(tracing.values_of, self._tracker.parameters)
-        return max((values.largest for values in weights), default=0.0)
+        weights = filter(tracing.is_checked, self._tracker.parameters)
+        return max((tracing.values_of(weight).largest for weight in weights), default=0.0)
 
     # -- operators -------------------------------------------------------------------------------
 
@@ -342,32 +340,20 @@ class OverflowTrace(Trace):
     def _origin(self, observed: _Observed, bad: Tensor, kind: str) -> Birth:
         """Returns the birth of a call's non-finite outputs, of which ``bad`` is the first."""
         births = self._births_read(observed)
-        if not births:
-            return self._first_birth(observed, bad, kind)
+        if not births:  # the inputs are finite
+            cause = ""
+            if _number(observed.call) is not None and not self._in_step:
+                cause = "constant"
+            return self._birth(observed, bad, kind, cause, deliberate=bool(cause))
         worst = min(births, key=Birth.rank)
         worst.pass_on(observed.call.base, self._tracker.module[0])
         reads_nan = any(read.kind == "nan" for read in observed.inputs)
         is_new_nan = kind == "nan" and not reads_nan
         # A mask's infinity is harmless until a call makes a NaN of it.
-        if is_new_nan and worst.deliberate and worst.cause == "constant":
+        is_mask = worst.deliberate and worst.cause == "constant" and not worst.multiplied
+        if is_new_nan and is_mask:
             return self._birth(observed, bad, kind, "constant")
         return worst
-
-    def _first_birth(self, observed: _Observed, bad: Tensor, kind: str) -> Birth:
-        """Returns the birth of non-finite outputs of finite inputs."""
-        forward = self._tracker.forward_site
-        if forward is not None and forward in self._births_by_site:
-            known = self._births_by_site[forward]
-            known.differentiate()
-            return known  # its derivative is infinite, too
-        cause = ""
-        if _number(observed.call) is not None and not self._in_step:
-            cause = "constant"
-        birth = self._birth(observed, bad, kind, cause, deliberate=bool(cause))
-        created = self._tracker.created_site
-        if created is not None:
-            self._births_by_site[created] = birth
-        return birth
 
     def _input_birth(self, read: _Input, observed: _Observed) -> Birth:
         """Returns a non-finite input's birth: this operator if the values are from outside."""
@@ -398,9 +384,8 @@ class OverflowTrace(Trace):
         if role.startswith("state"):
             return "optimizer state"
         # Parameters of a model that no forward has made known yet are weights, too.
-        if any(isinstance(written, nn.Parameter) for written in call.written):
-            return "weights"
-        if self._is_weight(tensor):
+        fills_parameter = any(isinstance(written, nn.Parameter) for written in call.written)
+        if fills_parameter or self._is_weight(tensor):
             return "weights"
         return "data"
 

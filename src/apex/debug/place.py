@@ -166,12 +166,10 @@ class _ThreadState(threading.local):
     Attributes:
         stack: Its running modules, the innermost last.
         last_sequence: Number of the last autograd node that it created.
-        created_site: The site that the last operator created.
     """
 
     stack: list[_Running] = field(default_factory=list)
     last_sequence: int = -1
-    created_site: Site | None = None
 
 
 class Tracker:
@@ -305,22 +303,12 @@ class Tracker:
             checkpoint, a double backward) can run them.
         """
         number = _next_sequence() - 1
-        self._state.created_site = None
         if number != self._state.last_sequence:
             self._state.last_sequence = number
             site = Site(self.place, backward_id())
-            self._state.created_site = site
             self._sites[threading.get_ident(), number] = site
             if len(self._sites) > _MAX_SITES:
                 self._sites.popitem(last=False)
-
-    @property
-    def created_site(self) -> Site | None:
-        """The site of the autograd node that the last operator created; None if it created none.
-
-        In that node's backward, ``forward_site`` returns the same object.
-        """
-        return self._state.created_site
 
     @property
     def accumulating(self) -> Tensor | None:

@@ -297,7 +297,7 @@ class Trace:
         """The report of a trace in which no operator ran."""
         return (
             f"Nothing traced: no operator ran inside. Write `with amp.debug.{self._NAME}(model) as "
-            "trace:` around a whole iteration."
+            "trace:` around a whole iteration, in the thread that runs it."
         )
 
     def _before(self, call: Call) -> Any:
@@ -384,9 +384,12 @@ def floating(value: Any) -> Iterator[Tensor]:
 
 
 def is_checked(tensor: Tensor) -> bool:
-    """Returns whether a tensor has floating-point or complex values of at least 16 bits."""
+    """Returns whether a tensor has floating-point or complex values of at least 16 bits.
+
+    Nested tensors, which few operators take, are not checked.
+    """
     has_values = tensor.device.type != "meta" and not is_lazy(tensor)
-    return has_values and tensor.dtype in WIDE
+    return has_values and tensor.dtype in WIDE and not tensor.is_nested
 
 
 def real(values: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def format_error(error: BaseException) -> str:
     if frames:
         text += f" ({frames[-1].filename}:{frames[-1].lineno})"
         remedies += _misspelt(frames[-1])
-    if message.endswith("without overflow"):  # a number beyond the range of a 16-bit tensor
+    if message.endswith("Half without overflow"):  # a number beyond the range of fp16
         remedies.append("The number does not fit. Mask with torch.finfo(scores.dtype).min.")
     remedies += itertools.dropwhile(lambda line: not line.startswith("amp."), lines[1:])
     for wrapper in later:

@@ -34,7 +34,7 @@ def read(path: Path) -> str:
     """
     check_no_notebook(str(path))
     if path.exists() and not path.is_file():  # reading a pipe waits for its writer
-        raise InputError(f"{path} cannot be read: it is neither a file nor a folder.")
+        raise InputError(f"{path} cannot be read: it is not a file.")
     try:
         data = path.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
@@ -56,12 +56,10 @@ def parse(text: str, path: Path) -> ast.Module:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes are the script's concern
-            return ast.parse(text)
-    except SyntaxError as error:
-        why = f"{error.msg}, line {error.lineno}. {python_2(error)}".strip()
-        raise InputError(f"{path} is not valid Python 3: {why}") from error
-    except ValueError as error:  # null bytes, before Python 3.12
-        raise InputError(f"{path} is not valid Python 3: {error}.") from error
+            return ast.parse(text, path.name)
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes, in Python before 3.11.4
+        text = f"{path} is not valid Python 3: {error}. {python_2(error)}"
+        raise InputError(text.strip()) from error
 
 
 def check_no_notebook(path: str) -> None:

@@ -83,7 +83,10 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
         until_end.callback(register_optimizer_step_post_hook(count).remove)
         ending = script.run()
     has_fault = bool(measuring.worst or ends.cut_off)
-    lines = [f"apex trace: {script.name}", ends.cut_off or str(measuring), *_ended(ending)]
+    text = str(measuring)
+    if ends.cut_off and not digits:
+        text = ends.cut_off
+    lines = [f"apex trace: {script.name}", text, *_ended(ending)]
     results = json.loads(measuring.to_json())
     return Tracing(script.name, ending, has_fault, lines, results)
 

@@ -66,17 +66,13 @@ class Excess:
 
     @property
     def share(self) -> float:
-        """The mean difference relative to fp32's loss."""
-        if not self.size:
-            return 0.0
-        return self.mean / self.size
+        """The mean difference relative to fp32's loss; 0 if that is 0."""
+        return self.mean / (self.size or math.inf)
 
     @property
     def share_error(self) -> float:
-        """The standard error relative to fp32's loss."""
-        if not self.size:
-            return 0.0
-        return self.error / self.size
+        """The standard error relative to fp32's loss; 0 if that is 0."""
+        return self.error / (self.size or math.inf)
 
     @property
     def is_steady(self) -> bool:
