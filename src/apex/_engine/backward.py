@@ -384,13 +384,13 @@ class BackwardPass:
             scaler.found_inf.zero_()
         if not scaler.is_identity:
             unscale_grads(self.prepared_optimizers, scaler, self._scale)
-        added: list[PreparedOptimizer] = []
+        may_hold_inf = False
         for prepared in self.prepared_optimizers:
-            if prepared.give_back() and prepared.overflow.was_skipped is not False:
-                added.append(prepared)
-        if scaler.dynamic and added:  # what a skipped step has left overflows again
-            unscale_grads(added, scaler, 1.0)
+            adds = prepared.give_back()
+            may_hold_inf |= adds and prepared.overflow.was_skipped is not False
         if scaler.dynamic:
+            if may_hold_inf:  # left by a skipped step
+                unscale_grads(self.prepared_optimizers, scaler, 1.0)
             scaler.await_update([prepared.overflow for prepared in self.prepared_optimizers])
         if not self._delay_overflow_check:
             self.updates = scaler.end_pass(len(self.prepared_optimizers))
