@@ -46,14 +46,17 @@ def test_clearing_gradients_does_not_take_an_overflow_back(level, clear):
 
 
 @pytest.mark.parametrize("name", ["SGD", "fused AdamW"])
-def test_a_pass_that_adds_to_an_overflow_overflows_too(level, name):
-    """Until the gradients are cleared, as in apex."""
+@pytest.mark.parametrize("way", ["block", "plain pass", "step alone"])
+def test_gradients_that_overflowed_are_stepped_only_after_they_are_cleared(level, way, name):
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name], **DYNAMIC)
     before = loops.masters(optimizer)
     loops.backward(model, optimizer, *loops.overflowing())
     for _ in range(3):
         optimizer.step()
-        loops.backward(model, optimizer, *loops.batch())
+        if way == "block":
+            loops.backward(model, optimizer, *loops.batch())
+        elif way == "plain pass":
+            loops.loss_of(model, *loops.batch()).backward()
     optimizer.step()
     assert loops.same(before, loops.masters(optimizer))
     for param in model.parameters():
@@ -61,6 +64,20 @@ def test_a_pass_that_adds_to_an_overflow_overflows_too(level, name):
     loops.backward(model, optimizer, *(0.01 * each for each in loops.batch()))
     optimizer.step()
     assert not loops.same(before, loops.masters(optimizer))
+
+
+def test_gradients_that_overflowed_stay_so_after_a_block_of_another_optimizer(level):
+    nets = [loops.net(seed) for seed in range(2)]
+    optimizers = [loops.sgd(net.parameters()) for net in nets]
+    amp.initialize(nets, optimizers, opt_level=level, verbosity=0, **DYNAMIC)
+    before = loops.masters(optimizers[0])
+    loops.backward(nets[0], optimizers[0], *loops.overflowing())
+    optimizers[0].step()
+    loss = sum(loops.loss_of(net, *loops.batch()) for net in nets)
+    loops.scaled_backward(loss / 256, optimizers[1])
+    loops.backward(nets[0], optimizers[0], *loops.batch())
+    optimizers[0].step()
+    assert loops.same(before, loops.masters(optimizers[0]))
 
 
 @pytest.mark.parametrize("option", ["delay_unscale", "delay_overflow_check"])

@@ -50,6 +50,7 @@ class Program:
         self.masters = dict(self.weights) if self.has_masters else self.weights
         self.grads = {}
         self.flags = [False] * len(self.optimizers)
+        self.skipped = set()  # optimizers whose last step was
         self.delayed = {}  # of an optimizer: those whose gradients its delayed pass is to check
         self.master_written = self.weight_written = False
 
@@ -106,8 +107,10 @@ class Program:
         if overflows:
             factors[self.choose.choice(list(factors))] = torch.inf
         delays = self.choose.random() < 0.3 and not overflows
-        continues = any(other in self.delayed for other in sharing)
-        continues &= not self.grads.keys().isdisjoint(names)
+        continues = self.continues(sharing)
+        lenders = [*range(count)] if self.scales else []
+        lenders = [other for other in lenders if other not in sharing]
+        lent_in_place = self.continues(lenders)
         lent = self.lent_factors(names)
         loss = self.model(**factors, **lent)
         if self.master_written:
@@ -121,25 +124,30 @@ class Program:
                 if fails:
                     raise KeyError
         except KeyError:
-            if not continues and self.scales:
-                return
-            lent = {} if self.scales else lent
-            fails = continues
+            if self.scales:
+                factors = factors if continues else {}
+                lent = lent if lent_in_place else {}
         for name, factor in (factors | lent).items():
             self.grads[name] = self.grads.get(name, 0.0) + factor
+        self.replace_delayed(lenders)
         if fails:
             return
         self.replace_delayed(sharing)
         if delays:
             members = {*sharing}
             self.delayed.update((other, members) for other in sharing)
-        elif continues:
+        elif continues or self.skipped & {*sharing}:
             self.check_sum(sharing)
         for other in sharing:
             self.flags[other] |= overflows
 
+    def continues(self, indices):
+        """Whether a pass adds in place to what delayed ones have left of some optimizers."""
+        left = [self.names[index] for index in indices if index in self.delayed]
+        return any(not self.grads.keys().isdisjoint(names) for names in left)
+
     def check_sum(self, indices):
-        """Checks what delayed passes have left."""
+        """Checks what delayed passes, and skipped steps, have left."""
         names = set().union(*(self.names[index] for index in indices))
         if self.dynamic and not all(math.isfinite(self.grads.get(name, 0.0)) for name in names):
             for index in indices:
@@ -196,6 +204,7 @@ class Program:
         self.optimizers[index].step()
         members = [*self.delayed.get(index, ())]
         self.check_sum(members)
+        self.check_sum([index])
         for other in members:
             del self.delayed[other]
         if self.weight_written and not self.master_written and self.has_masters:
@@ -205,13 +214,13 @@ class Program:
             if not self.flags[index]:
                 self.masters[name] -= RATE * self.grads.get(name, 0.0)
             self.weights[name] = self.masters[name]
+        self.skipped.discard(index)
+        if self.flags[index]:
+            self.skipped.add(index)
         self.flags[index] = False
         if len(self.optimizers) == 1:
             self.master_written = self.weight_written = False
         self.check()
-        if torch.inf in self.grads.values():
-            self.model.zero_grad()
-            self.forget("abcd")
 
     def clear(self):
         index, set_to_none = self.index(), self.choose.random() < 0.5
@@ -225,7 +234,7 @@ class Program:
     def discard(self):
         """Clips, and drops the clipped gradients as a script may."""
         index = self.index()
-        if torch.inf in self.grads.values():
+        if not all(map(math.isfinite, self.grads.values())):
             return
         amp.clip_grad_norm_(self.optimizers[index], 1e-3)
         for name in self.names[index]:

@@ -30,7 +30,6 @@ from apex._engine.autocast.ambient import follow_sessions
 from apex._engine.autocast.backward import BackwardAutocast
 from apex._engine.masters import remove_grads
 from apex._engine.optimizer.prepared import (
-    Pass,
     PreparedOptimizer,
     grads_of,
     reachable,
@@ -108,14 +107,13 @@ class BackwardPass:
             self._spec = self._spec or prepared.session.spec
         self._autocast = ExitStack()
         self._state = _State.NEW
-        # The delayed passes of its optimizers, which it checks with its own gradients.
+        # The delayed passes of its optimizers and lenders, which it checks with its own gradients.
         self._earlier: dict[PreparedOptimizer, BackwardPass] = {}
         # The optimizers whose gradients it adds to in place, scaled: a delayed pass has left them,
         # or ranks have yet to share them.
         self._adding: list[PreparedOptimizer] = []
-        # Other optimizers whose gradients the pass may reach, until the block ends, with the
-        # unfinished pass of each.
-        self._lenders: dict[PreparedOptimizer, Pass | None] = {}
+        # Other optimizers whose gradients the pass may reach, until the block ends.
+        self._lenders: list[PreparedOptimizer] = []
         # Parameters that no optimizer steps, and their gradients from before the block.
         self._unowned: list[nn.Parameter] = []
         self._stash = Stash()
@@ -132,7 +130,7 @@ class BackwardPass:
             RuntimeError: Inside another block for one of the same optimizers, whose gradients would
                 mix before either is unscaled.
         """
-        self._find_earlier()
+        self._end_earlier_loans()
         self._is_captured = capturing(self.loss.device)
         with without_overrides():
             self._share_masters()
@@ -176,11 +174,11 @@ class BackwardPass:
             return [], []
         return reachable(self.session, self.prepared_optimizers)
 
-    def _find_earlier(self) -> None:
-        """Finds the delayed passes of the optimizers.
+    def _end_earlier_loans(self) -> None:
+        """Takes gradients back that the optimizers have lent.
 
         Raises:
-            RuntimeError: If a pass is open.
+            RuntimeError: If the pass of one is open.
         """
         lent: list[tuple[PreparedOptimizer, BackwardPass]] = []
         for prepared in self.prepared_optimizers:
@@ -197,32 +195,40 @@ class BackwardPass:
                 )
         for lender, borrower in lent:
             borrower.give_back(lender)
-        for prepared in self.prepared_optimizers:
-            earlier = prepared.unfinished_pass
-            if isinstance(earlier, BackwardPass):
-                self._earlier[prepared] = earlier
 
     def _make_room(self) -> None:
         """Makes room for the gradients of all that the pass may reach."""
         lenders, unowned = self.borrowable()
         own = self.prepared_optimizers
-        is_left = bool(self._earlier) or any(map(_sends_local, own))
-        self._adding = [lender for lender in lenders if _sends_local(lender)]
-        if is_left and any(prepared.has_grads() for prepared in own):
-            self._adding += own
+        for prepared in (*own, *lenders):
+            earlier = prepared.unfinished_pass
+            if isinstance(earlier, BackwardPass):
+                self._earlier[prepared] = earlier
+        for group in (own, lenders):
+            if any(map(self._is_left, group)):
+                self._adding += group
         if self._adding and self.scaled:
             values = dtensor.values_of(grads_of(self._adding))
             unchecked = torch.zeros_like(self.scaler.found_inf)
             self.scaler.unscale_(values, 1.0 / self._scale, unchecked)
+        for prepared, earlier in self._earlier.items():
+            earlier.forget(prepared)
         for prepared in own:
-            if prepared in self._earlier:
-                self._earlier[prepared].forget(prepared)
             prepared.begin_pass(self, adds=prepared in self._adding)
         for lender in lenders:
-            self._lenders[lender] = lender.unfinished_pass
             lender.lend_to(self, adds=lender in self._adding)
+            self._lenders.append(lender)
         self._stash.put_aside(unowned, self.session.reuses_grad)
         self._unowned = unowned
+
+    def _is_left(self, prepared: PreparedOptimizer) -> bool:
+        """Returns whether gradients are unchecked, or sent by this pass, and are not cleared."""
+        session = prepared.session
+        is_left = prepared in self._earlier
+        if session.under_ddp and not is_left:
+            trained = prepared.trained_params()
+            is_left = session.ddp.holds_local(trained) and session.shares_grads(trained)
+        return is_left and prepared.has_grads()
 
     @untraced
     def give_back(self, lender: PreparedOptimizer) -> None:
@@ -235,7 +241,8 @@ class BackwardPass:
         with without_overrides():
             overflow = self._unscale_borrowed(grads_of(lenders))
             for prepared in lenders:
-                prepared.end_pass(self._lenders.pop(prepared))
+                self._lenders.remove(prepared)
+                prepared.end_pass()
                 prepared.give_back()
                 if overflow is not None:
                     prepared.add_overflow_of_others(overflow)
@@ -260,7 +267,7 @@ class BackwardPass:
                 if lender not in self._adding:
                     lender.remove_grads()
         while self._lenders:
-            self.give_back(next(reversed(self._lenders)))
+            self.give_back(self._lenders[-1])
         if not self._unowned:
             return
         with without_overrides():
@@ -384,12 +391,12 @@ class BackwardPass:
             scaler.found_inf.zero_()
         if not scaler.is_identity:
             unscale_grads(self.prepared_optimizers, scaler, self._scale)
-        may_hold_inf = False
+        adds = was_skipped = False
         for prepared in self.prepared_optimizers:
-            adds = prepared.give_back()
-            may_hold_inf |= adds and prepared.overflow.was_skipped is not False
+            adds |= prepared.give_back()
+            was_skipped |= prepared.overflow.was_skipped is not False
         if scaler.dynamic:
-            if may_hold_inf:  # left by a skipped step
+            if adds and was_skipped:  # the step may have left an inf
                 unscale_grads(self.prepared_optimizers, scaler, 1.0)
             scaler.await_update([prepared.overflow for prepared in self.prepared_optimizers])
         if not self._delay_overflow_check:
@@ -427,12 +434,3 @@ class BackwardPass:
         for prepared in self.prepared_optimizers:
             for listener in [*prepared.listeners]:  # which may remove itself
                 listener(self, prepared)
-
-
-def _sends_local(prepared: PreparedOptimizer) -> bool:
-    """Returns whether a pass sends gradients that ranks have yet to share."""
-    session = prepared.session
-    if not session.under_ddp:
-        return False
-    trained = prepared.trained_params()
-    return session.ddp.holds_local(trained) and session.shares_grads(trained)

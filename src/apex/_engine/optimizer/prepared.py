@@ -23,7 +23,7 @@ from apex._engine.optimizer.block_step import BlockStep, skips_in_kernel
 from apex._engine.scaler import OverflowFlag, Scaler
 from apex._engine.session import Session
 from apex._engine.stash import Stash
-from apex._torch import dtensor
+from apex._torch import dtensor, foreach
 from apex._torch.autograd import backward_id
 from apex._torch.copies import capturing, moved
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
@@ -290,6 +290,19 @@ class PreparedOptimizer:
         if takes or not has_grads:
             self.overflow_of_others = None
 
+    @untraced
+    def _check_left_grads(self) -> None:
+        """Checks what a skipped step has left, where no block has done so since."""
+        if self.overflow.was_skipped is False or self.overflow.pending is not None:
+            return
+        params = grads_of([self])
+        values = dtensor.values_of(params)
+        if values:
+            overflow = torch.zeros((), dtype=torch.float32, device=self.overflow.device)
+            foreach.unscale_and_check_(values, torch.ones_like(overflow), overflow)
+            dtensor.share_flag_(overflow, params)
+            self.overflow.add(overflow)
+
     def drop_overflowed(self) -> bool:
         """Drops gradients that overflowed, for a script that continues without amp.
 
@@ -382,6 +395,7 @@ class PreparedOptimizer:
             self.finish_backward()
         else:  # its own pass may continue an unfinished one
             self._check_closure()
+        self._check_left_grads()
         self.settle_overflow(takes=True)
 
     @untraced
