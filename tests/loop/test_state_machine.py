@@ -136,8 +136,11 @@ class Program:
         if delays:
             members = {*sharing}
             self.delayed.update((other, members) for other in sharing)
-        elif continues or self.skipped & {*sharing}:
+        elif continues:
             self.check_sum(sharing)
+        else:
+            for other in self.skipped.intersection(sharing):
+                self.check_sum([other])
         for other in sharing:
             self.flags[other] |= overflows
 

@@ -391,13 +391,13 @@ class BackwardPass:
             scaler.found_inf.zero_()
         if not scaler.is_identity:
             unscale_grads(self.prepared_optimizers, scaler, self._scale)
-        adds = was_skipped = False
+        adds = False
         for prepared in self.prepared_optimizers:
             adds |= prepared.give_back()
-            was_skipped |= prepared.overflow.was_skipped is not False
+        if adds:
+            for prepared in self.prepared_optimizers:
+                prepared.check_left_grads()
         if scaler.dynamic:
-            if adds and was_skipped:  # the step may have left an inf
-                unscale_grads(self.prepared_optimizers, scaler, 1.0)
             scaler.await_update([prepared.overflow for prepared in self.prepared_optimizers])
         if not self._delay_overflow_check:
             self.updates = scaler.end_pass(len(self.prepared_optimizers))

@@ -286,13 +286,14 @@ class PreparedOptimizer:
             return
         has_grads = self.has_grads()
         if has_grads and takes:
+            self.check_left_grads()  # which does nothing once the flag has an answer
             self.overflow.add(overflow)
         if takes or not has_grads:
             self.overflow_of_others = None
 
     @untraced
-    def _check_left_grads(self) -> None:
-        """Checks what a skipped step has left, where no block has done so since."""
+    def check_left_grads(self) -> None:
+        """Checks what a skipped step may have left, before it is used again."""
         if self.overflow.was_skipped is False or self.overflow.pending is not None:
             return
         params = grads_of([self])
@@ -395,7 +396,7 @@ class PreparedOptimizer:
             self.finish_backward()
         else:  # its own pass may continue an unfinished one
             self._check_closure()
-        self._check_left_grads()
+        self.check_left_grads()
         self.settle_overflow(takes=True)
 
     @untraced
