@@ -214,9 +214,9 @@ class BackwardPass:
         for prepared, earlier in self._earlier.items():
             earlier.forget(prepared)
         for prepared in own:
-            prepared.begin_pass(self, adds=prepared in self._adding)
+            prepared.begin_pass(self, in_place=prepared in self._adding)
         for lender in lenders:
-            lender.lend_to(self, adds=lender in self._adding)
+            lender.lend_to(self, in_place=lender in self._adding)
             self._lenders.append(lender)
         self._stash.put_aside(unowned, self.session.reuses_grad)
         self._unowned = unowned

@@ -326,7 +326,8 @@ class Tracker:
             name = self.parameters.get(self.accumulating)
             if name is None:
                 return None
-            return Site(Place(owner_of(name), True, "backward", ""))
+            place = Place(owner_of(name), inside=True, direction="backward", location="")
+            return Site(place)
         number = node._sequence_nr()
         site = self._sites.get((threading.get_ident(), number))
         # This pass cannot run a node that it created itself: see Note [Sequence numbers].

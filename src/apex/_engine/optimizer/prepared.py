@@ -175,17 +175,17 @@ class PreparedOptimizer:
         """Whether this thread has used it last: passes in others do not reach its gradients."""
         return self._thread is ambient.this_thread()
 
-    def begin_pass(self, begun: Pass, *, adds: bool) -> None:
+    def begin_pass(self, begun: Pass, *, in_place: bool) -> None:
         """Prepares the gradients for a pass that was given the optimizer."""
         self.note_thread()
         self.settle_overflow(takes=True)
-        self.make_room(scaled=begun.scaled, adds=adds)
+        self.make_room(scaled=begun.scaled, in_place=in_place)
         self.unfinished_pass = begun
 
-    def lend_to(self, begun: Pass, *, adds: bool) -> None:
+    def lend_to(self, begun: Pass, *, in_place: bool) -> None:
         """Prepares the gradients for a pass that may reach them, and gives them back."""
         self.settle_overflow(takes=False)
-        self.make_room(scaled=True, adds=adds)
+        self.make_room(scaled=True, in_place=in_place)
         self.unfinished_pass = begun
 
     def end_pass(self, earlier: Pass | None = None) -> None:
@@ -203,7 +203,7 @@ class PreparedOptimizer:
 
     @untraced
     def finish_backward(self) -> None:
-        """Finishes an open pass, which unscales its gradients."""
+        """Finishes an open or delayed pass, which unscales and checks its gradients."""
         opened = self.unfinished_pass
         if opened is None:
             return
@@ -226,7 +226,7 @@ class PreparedOptimizer:
         """Returns whether there is a gradient."""
         return any(param.grad is not None for param in self.trained_params())
 
-    def make_room(self, *, scaled: bool, adds: bool = False) -> None:
+    def make_room(self, *, scaled: bool, in_place: bool = False) -> None:
         """Prepares the gradients for a pass that adds to them.
 
         A scaled pass begins without gradients, and so does one under DistributedDataParallel, which
@@ -234,10 +234,10 @@ class PreparedOptimizer:
 
         Args:
             scaled: Whether the pass multiplies gradients by a loss scale.
-            adds: Whether it adds to the gradients in place, which have its scale.
+            in_place: Whether it adds to the gradients in place, which have its scale.
         """
         session = self.session
-        if adds or not (scaled or session.under_ddp):
+        if in_place or not (scaled or session.under_ddp):
             session.prepare_grads(self.pairs)
         elif scaled:
             self.stash.put_aside(self.trained_params(), session.reuses_grad)
@@ -286,7 +286,7 @@ class PreparedOptimizer:
             return
         has_grads = self.has_grads()
         if has_grads and takes:
-            self.check_left_grads()  # which does nothing once the flag has an answer
+            self.check_left_grads()  # first, as it relies on a flag that has an answer
             self.overflow.add(overflow)
         if takes or not has_grads:
             self.overflow_of_others = None

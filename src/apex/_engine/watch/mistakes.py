@@ -2,10 +2,10 @@
 
 Note [How mistakes are found]
     Nothing reads a value on the host. In the first blocks of a session, hooks on the scaled loss
-    and on a few parameters detect the passes that run inside a block. At the end of a pass, and of
-    its block, each gradient that the pass has reached gets a mark: its ``Origin`` and version. A
-    later version means that the gradient was written since. From the marks,
-    :func:`origins_of` returns at any moment where gradients come from.
+    and on a few parameters detect the passes that run inside a block. At the end of a pass, each
+    gradient that it has reached gets a mark: its ``Origin`` and version. Those that the block
+    leaves scaled get one at its end, too. A later version means that the gradient was written
+    since. From the marks, :func:`origins_of` returns at any moment where gradients come from.
 """
 
 from __future__ import annotations
@@ -144,11 +144,11 @@ class Origin(enum.Enum):
     PLAIN = enum.auto()
     """No block has reached it."""
     OWN = enum.auto()
-    """A block of its optimizer left it multiplied by a loss scale; it is unchanged since."""
+    """The pass of an open block of its optimizer made it; it is unchanged since."""
     OTHER = enum.auto()
-    """A block that did not get its optimizer left it so; it is unchanged since."""
+    """A block that did not get its optimizer left it scaled; it is unchanged since."""
     CHANGED = enum.auto()
-    """A block left it so, and it was written since."""
+    """It was written since."""
 
 
 class BlockInspection:
@@ -227,11 +227,8 @@ class BlockInspection:
     @untraced
     def _end_pass(self) -> None:
         self._is_running = False
-        self._mark_grads()
-
-    def _mark_grads(self) -> None:
-        """Marks the gradients that the block leaves multiplied by the loss scale."""
         _mark(self._params, Origin.OWN)
+        _mark(self._others_reached, Origin.OTHER)
         _mark(self._others_reached, Origin.OTHER)
 
     def end(self) -> None:
@@ -246,7 +243,7 @@ class BlockInspection:
                 self.found = Mistake.UNSCALED_BACKWARD
         elif origins_of(self._params) == {Origin.CHANGED} and not self._may_change:
             self.found = Mistake.CLIPPED_INSIDE
-        self._mark_grads()
+        _mark(self._others_reached, Origin.OTHER)
         self._params.clear()  # a loss, which a script may keep, refers to this object
         self._others_reached.clear()
 

@@ -67,12 +67,12 @@ class Excess:
     @property
     def share(self) -> float:
         """The mean difference relative to fp32's loss; 0 if that is 0."""
-        return self.mean / (self.size or math.inf)
+        return self.mean / self.size if self.size else 0.0
 
     @property
     def share_error(self) -> float:
         """The standard error relative to fp32's loss; 0 if that is 0."""
-        return self.error / (self.size or math.inf)
+        return self.error / self.size if self.size else 0.0
 
     @property
     def is_steady(self) -> bool:
