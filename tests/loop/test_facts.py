@@ -99,6 +99,19 @@ def test_a_parameter_added_between_delayed_blocks_keeps_its_gradient(level):
     assert gradients(optimizer) == [2.0, 3.0]
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_group_added_inside_a_block_is_refused(level):
+    model = loops.Weights()
+    optimizer = loops.sgd([model.a])
+    initialize(model, optimizer, level)
+    with amp.scale_loss(model(a=1.0, b=1.0), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        with pytest.raises(RuntimeError, match="before the block, or after"):
+            optimizer.add_param_group({"params": [model.b]})
+    optimizer.add_param_group({"params": [model.b]})
+    assert gradients(optimizer) == [1.0, 1.0]
+
+
 def test_an_exception_leaves_what_was_added_to_a_delayed_pass_and_says_so(level):
     model, optimizer = made(level)
     loops.scaled_backward(model(a=1.0, b=1.0), optimizer, delay_unscale=True)

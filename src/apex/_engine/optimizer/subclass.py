@@ -104,6 +104,12 @@ class AmpOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, with fp32 masters where the level keeps them."""
         prepared = self._apex_prepared
+        begun = prepared.unfinished_pass
+        if begun is not None and begun.scaled:
+            raise RuntimeError(
+                "add_param_group was called inside an amp.scale_loss block, whose end would not "
+                "unscale the new parameters' gradients right. Call it before the block, or after."
+            )
         count = len(self.param_groups)
         try:
             super().add_param_group(param_group)
