@@ -10,7 +10,7 @@ Note [Glossary]
     synced: The model's parameter is the rounded master. Until one is written, the pair stays so.
     scaler: One loss's scale, static or dynamic, with its overflow flag ``found_inf``.
     pass: One backward pass in a ``scale_loss`` block.
-    delayed pass: One that leaves its gradients scaled, for the next pass to add to and unscale.
+    delayed pass: One that leaves its gradients unchecked, for the next pass or a step to check.
     stash: An optimizer's gradients from before a pass, added when the pass is unscaled.
     lender: An optimizer that a block was not given, and that lends its gradients to the block.
     overflow flag: A prepared optimizer's own flag, raised until a step consumes it.
