@@ -310,11 +310,14 @@ def make_master(exact: Tensor, master_class: type[nn.Parameter] = nn.Parameter) 
 @untraced
 def update_model_from_masters(pairs: Iterable[MasterPair]) -> None:
     """Rounds every written master into its model parameter, or leaves that to a step that runs."""
+    written: list[MasterPair] = []
     with without_overrides():
-        written = [pair for pair in pairs if pair.master._version != pair._master_version]
-    settled = [pair for pair in written if not pair.is_stepped_elsewhere]
-    if settled:
-        round_masters(settled)
+        for pair in pairs:
+            is_written = pair.master._version != pair._master_version
+            if is_written and not pair.is_stepped_elsewhere:
+                written.append(pair)
+    if written:
+        round_masters(written)
 
 
 @untraced
