@@ -214,12 +214,17 @@ def test_averages_are_swapped_in_for_an_evaluation_and_back(mode, held, level):
     compare(scenario, level)
 
 
-def test_finite_differences_are_exact(level):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_finite_differences_are_exact(mode, level):
     def scenario(model, optimizer):
         values = []
         for step in (0.25, -0.5, 0.25):
             model.first.weight.data[1, 1] += step
             values.append(model(X).sum().detach())
+            counted(model, optimizer)
+            with mode():
+                value = model(X).sum()
+            values.append(value.detach().clone())
         return values
 
     compare(scenario, level)

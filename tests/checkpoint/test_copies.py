@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from apex import amp
+from apex.parallel import LARC
 from tests.support import loops
 
 levels = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
@@ -200,6 +201,19 @@ def test_the_deep_copy_of_a_wrapper_is_a_wrapper_of_the_plain_model(level, wrap,
     assert "__deepcopy__" not in vars(twin) | vars(wrapper)
     assert type(getattr(twin, inner)) is NestedNet
     assert loops.same(dict(twin.state_dict()), dict(wrapper.state_dict()))
+
+
+@pytest.mark.parametrize(("wrap", "inner"), [(LARC, "optim"), (Delegating, "model")])
+@levels
+def test_the_deep_copy_of_a_wrapper_is_a_wrapper_of_the_plain_optimizer(level, wrap, inner):
+    model, optimizer = pair_trained(level)
+    wrapper = wrap(optimizer)
+    twin_model, twin = copy.deepcopy((model, wrapper))
+    assert type(twin) is type(wrapper)
+    assert "__deepcopy__" not in vars(twin) | vars(wrapper)
+    assert type(getattr(twin, inner)) is torch.optim.Adam
+    assert twin.state_dict()["state"].keys() == wrapper.state_dict()["state"].keys()
+    assert twin.param_groups[0]["params"][0] is next(twin_model.parameters())
 
 
 @every_way

@@ -6,8 +6,10 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
 from apex import amp
+from apex.optimizers import FusedSGD
 from tests.support import loops
 
 OFF = "off"
@@ -90,3 +92,28 @@ def test_there_and_back_by_a_level_with_masters_loses_nothing(saved):
     first = saved("O1", "fused AdamW")
     assert loops.same(dict(first[0]), dict(states[0]))
     assert loops.same(first[1]["state"], states[1]["state"])
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_a_frozen_weight_that_has_state_gets_an_exact_master(level):
+    model = loops.net()
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.Adagrad(model.parameters())  # makes all state at once
+    exact = loops.values(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert loops.same(exact, loops.values(optimizer.param_groups[0]["params"]))
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, FusedSGD])
+def test_state_that_is_loaded_before_initialize_has_the_dtype_of_training(optimizer_class):
+    def pair():
+        model = loops.Body(lambda self, x: self.part(x) * self.factor, part=nn.Linear(4, 2))
+        model.factor = nn.Parameter(torch.ones(()))
+        return model, optimizer_class(model.parameters(), lr=0.1, momentum=0.9)
+
+    model, optimizer = amp.initialize(*pair(), opt_level="O3", verbosity=0)
+    loops.train_step(model, optimizer, *loops.batch())
+    again, loaded = pair()
+    loaded.load_state_dict(optimizer.state_dict())
+    amp.initialize(again, loaded, opt_level="O3", verbosity=0)
+    assert loops.same(optimizer.state_dict()["state"], loaded.state_dict()["state"])

@@ -175,14 +175,15 @@ def match_states(optimizers: Sequence[Optimizer], before: Iterable[torch.dtype])
     old_dtypes = dict(zip(map(id, params), before, strict=True))
     for optimizer in optimizers:
         for part in optimizers_in(optimizer):
-            # apex.optimizers keep fp32 state for 16-bit parameters. Ours declare it, NVIDIA's not.
-            if getattr(part, "state_stays_fp32", False) or is_from(part, _FUSED_ADAM):
+            if is_from(part, _FUSED_ADAM):  # also NVIDIA's: its state stays fp32
                 continue
+            dtype_of = getattr(part, "state_dtype", operator.attrgetter("dtype"))
             for param, state in states_in(getattr(part, "state", {})):
-                _cast_state(state, old_dtypes.get(id(param), param.dtype), param.dtype)
+                old = old_dtypes.get(id(param), param.dtype)
+                _cast_state(state, param, old, dtype_of(param))
 
 
-def _cast_state(state: dict[str, Any], old: torch.dtype, new: torch.dtype) -> None:
+def _cast_state(state: dict[str, Any], param: Tensor, old: torch.dtype, new: torch.dtype) -> None:
     if old is new:
         return
     # A state with codes also contains their scales, in fp32 for parameters of any dtype.
@@ -190,10 +191,9 @@ def _cast_state(state: dict[str, Any], old: torch.dtype, new: torch.dtype) -> No
         return
 
     def cast(value: Tensor) -> Tensor:
-        is_count = value.dim() == 0  # a step count stays exact
-        if is_count or value.dtype is not old:
-            return value
-        return value.to(new)
+        is_count = value.dim() == 0 < param.dim()  # a step count stays exact
+        return value if is_count or value.dtype is not old else value.to(new)
 
     for name, value in state.items():
-        state[name] = tree.map_tensors(cast, value)
+        if name != "step":  # also of a parameter that is a number
+            state[name] = tree.map_tensors(cast, value)

@@ -48,7 +48,7 @@ def prepare(
         own_plan = plan.without_calls() if fsdp.casts(model) else plan
         set_state(model, ModelState(model, own_plan, session), undo)
         undo.callback(session.masters.release, model)
-        casts.make_masters(session, model, before, trains=bool(optimizers))
+        casts.make_masters(session, model, before, optimizers)
         if not _has_forward(model):  # no hook of its output will run
             session.hook_params(session.masters.pairs_in(model))
     for optimizer in optimizers:

@@ -102,9 +102,6 @@ class FusedOptimizer(Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    state_stays_fp32 = True
-    """Tells amp to keep the dtype of state when it converts a parameter."""
-
     set_grad_none = True
 
     capturable = False
@@ -274,7 +271,10 @@ class FusedOptimizer(Optimizer):
         return buffers
 
     def state_dtype(self, param: Tensor) -> torch.dtype:
-        """Returns the dtype of a parameter's state: fp32, or fp64 for an fp64 parameter."""
+        """Returns the dtype of a parameter's state: fp32, or fp64 for an fp64 parameter.
+
+        amp asks when it converts a parameter.
+        """
         return math_dtype(param)
 
     def masters(self, batch: Batch, dtypes: Sequence[torch.dtype | None]) -> list[Tensor]:

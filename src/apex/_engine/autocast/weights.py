@@ -85,6 +85,8 @@ class SharedCasts:
         if not torch.is_grad_enabled() or backward_id() != -1 or is_recorded(device):
             if self._hook() is not None:
                 torch.set_autocast_cache_enabled(False)  # until the forward ends
+            elif not is_inside:
+                self._clear_cache()  # which no output awaits any more
             return False
         place = dtype, current_stream(device)
         is_valid = is_inside or self._hook() is not None

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from apex._core import dtypes
 from apex._core.mixins import plain_class, swap_class
@@ -35,9 +36,14 @@ def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
 
 
 def make_masters(
-    session: Session, model: nn.Module, before: Sequence[tuple[Tensor, Tensor]], *, trains: bool
+    session: Session,
+    model: nn.Module,
+    before: Sequence[tuple[Tensor, Tensor]],
+    optimizers: Sequence[Optimizer],
 ) -> None:
-    """Makes the masters of a model's trainable parameters from their values before conversion.
+    """Makes the masters of a model's parameters from their values before conversion.
+
+    For those that are trained, or frozen with state in an optimizer.
 
     Keeps the values of buffers, and with the session's ``keep_fp32`` also of other rounded
     parameters.
@@ -46,27 +52,29 @@ def make_masters(
         session: Gets the masters.
         model: A converted model.
         before: Tensors of the model with their values before conversion.
-        trains: Whether the model was passed with optimizers.
+        optimizers: The optimizers that train the model.
     """
     session.observer.converted(model, before)
-    has_masters = trains and session.policy.master_weights
+    has_masters = bool(optimizers) and session.policy.master_weights
+    with_state = {id(param) for optimizer in optimizers for param in optimizer.state}
     for tensor, exact in before:
         if not dtypes.is_low_precision(tensor):
             continue
         param = tensor if isinstance(tensor, nn.Parameter) else None
-        if param is not None and has_masters and is_trained(param):
+        is_stepped = id(tensor) in with_state
+        if param is not None and has_masters and (is_stepped or is_trained(param)):
             session.masters.create(param, model, exact)
         elif exact.dtype is not tensor.dtype and (session.keep_fp32 or param is None):
             session.masters.exact[tensor] = exact.float()
 
 
-def convert_late(session: Session, params: Iterable[Tensor]) -> None:
-    """Casts modules that were added to a model, if they hold any of these parameters."""
+def convert_late(session: Session, optimizer: Optimizer, params: Iterable[Tensor]) -> None:
+    """Casts modules that were added to a model, if they hold any of an optimizer's parameters."""
     unknown = {id(param) for param in params if session.masters.pair_of(param) is None}
     if unknown:
         for model in session.models:
             late = _cast_late(model, unknown)
-            make_masters(session, model, late, trains=True)
+            make_masters(session, model, late, [optimizer])
 
 
 def _cast_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tensor]]:

@@ -174,14 +174,14 @@ def replaced(attributes: dict[str, Any], values: Mapping[str, Any]) -> Iterator[
         attributes.update(before)
 
 
-def object_of(caller: FrameType, module: nn.Module) -> Any:
-    """Returns the object that ``copy.deepcopy`` copies by a method of ``module``.
+def object_of(caller: FrameType, method_of: object) -> Any:
+    """Returns the object that ``copy.deepcopy`` copies by a method of another one.
 
-    It may be a wrapper, such as a compiled model, whose ``__getattr__`` has found the method.
+    It may be a wrapper, such as a compiled model or LARC, whose ``__getattr__`` found the method.
     """
     if caller.f_code is copy.deepcopy.__code__:
         return caller.f_locals["x"]
-    return module
+    return method_of
 
 
 def deepcopy_by_class(module: Any, memo: dict[int, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -16,6 +17,7 @@ from apex._core.mixins import plain_class, swap_class, with_mixin
 from apex._core.param_groups import PREPARED, dtypes_of, match_states, optimizers_in
 from apex._engine import masters
 from apex._engine.conversion.casts import convert_late
+from apex._engine.conversion.copies import deepcopy_by_class, object_of
 from apex._engine.optimizer.prepared import PreparedOptimizer, unscale_grads
 from apex._engine.session import Session
 from apex._torch.dynamo import untraced, untraced_frame
@@ -115,7 +117,7 @@ class AmpOptimizer(Optimizer):
             super().add_param_group(param_group)
             params = self.param_groups[-1]["params"]
             old_dtypes = dtypes_of([self])
-            convert_late(prepared.session, params)
+            convert_late(prepared.session, self, params)
             prepared.create_missing_masters()
             match_states([self], old_dtypes)
         except BaseException:
@@ -131,8 +133,11 @@ class AmpOptimizer(Optimizer):
         if self._apex_prepared.create_missing_masters():
             super().load_state_dict(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
-        """Returns a plain optimizer; see Note [Plain copies]."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Returns a plain optimizer, or a copy of the wrapper; see Note [Plain copies]."""
+        copied_object = object_of(sys._getframe(1), self)
+        if copied_object is not self:
+            return deepcopy_by_class(copied_object, memo)
         prepared = self._apex_prepared
         for param in prepared.params():
             prepared.masters.copy(param, memo)
