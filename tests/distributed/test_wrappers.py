@@ -69,6 +69,30 @@ def test_no_sync_of_compiled_models_is_that_of_eager_ones(on_two_ranks, where):
         torch.testing.assert_close(*map(torch.tensor, found), rtol=2.0**-7, atol=2.0**-7)
 
 
+def local_compiled(rank, level, where):
+    """Gradients after a pass under ``no_sync`` outside of blocks, and a block that sends."""
+    try:
+        model, optimizer = prepare(level, seed=0)
+        parallel = COMPILED[where](model)
+        for step in range(4):  # the last two run compiled code
+            with contextlib.nullcontext() if step % 2 else parallel.no_sync():
+                loss = loops.loss_of(parallel, *rank_batch(rank, step))
+                if step % 2:
+                    loops.scaled_backward(loss, optimizer)
+                else:
+                    loss.backward()
+        return [param.grad.tolist() for param in model.parameters()]
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("where", COMPILED)
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_a_block_sends_what_compiled_passes_have_left_under_no_sync(on_two_ranks, level, where):
+    first, second = on_two_ranks(local_compiled, level, where)
+    assert first == second
+
+
 # -- around a part of the model --------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ class _WrapperState:
     Attributes:
         sent: Ids of the parameters whose gradients it averages over all ranks.
         sends: Whether the latest forward pass under it will send its gradients.
-        traced: Whether its forward passes are compiled, which record nothing.
+        traced: Whether its forward passes are compiled.
         shared: Whether its masters have been made equal on all ranks.
         is_local: Whether ranks may hold gradients that it has yet to send, as under ``no_sync``.
     """
@@ -32,6 +32,12 @@ class _WrapperState:
     traced: bool = False
     shared: bool = False
     is_local: bool = False
+
+    def mark_forward(self, wrapper: DistributedDataParallel) -> None:
+        """Records whether a forward pass that begins now will send its gradients."""
+        if torch.is_grad_enabled():
+            self.sends = ddp.sends(wrapper)
+            self.is_local |= not self.sends
 
 
 class DDPWrappers:
@@ -78,31 +84,31 @@ class DDPWrappers:
                 "DistributedSampler does."
             )
         state = self._states[wrapper]
-        if traced:
-            state.traced = True
-        if torch.is_grad_enabled():
-            state.sends = ddp.sends(wrapper)
-            state.is_local |= not state.sends
+        state.traced |= traced
+        state.mark_forward(wrapper)
+
+    def mark_compiled_forward(self) -> None:
+        """Records that compiled code runs: of the active wrapper's model, or around wrappers."""
+        active = ddp.active_wrapper()
+        for wrapper, state in self._states.items():
+            if state.traced and (active is None or active is wrapper):
+                state.mark_forward(wrapper)
 
     def reuses_grad(self, param: Tensor) -> bool:
         """Returns whether a parameter's gradient is a view of a wrapper's buffer, which it reuses.
 
         The gradient's storage does not show this: a buffer of one parameter has the same size.
         """
-        for wrapper, state in self._states.items():
-            if wrapper.gradient_as_bucket_view and id(param) in state.sent:
-                return True
-        return False
+        return any(
+            wrapper.gradient_as_bucket_view and id(param) in state.sent
+            for wrapper, state in self._states.items()
+        )
 
     def sends(self, params: Sequence[Tensor]) -> bool:
         """Returns whether the wrappers of parameters send the gradients of this pass."""
-        for wrapper, state in self._states.items():
-            if state.sent.isdisjoint(map(id, params)):
-                continue
-            # A compiled forward pass records nothing: use the state at the backward pass.
-            if not (ddp.sends(wrapper) if state.traced else state.sends):
-                return False
-        return True
+        return all(
+            state.sends or state.sent.isdisjoint(map(id, params)) for state in self._states.values()
+        )
 
     def set_local(self, params: Sequence[Tensor], *, is_local: bool) -> None:
         """Records whether ranks hold gradients of parameters that have yet to be sent."""
