@@ -27,14 +27,10 @@ def make_plain(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> 
     follow_sessions()
     checks.refuse_inference_mode("amp.restore")
     old_dtypes = dtypes_of(optimizers)
-    prepared_optimizers: list[PreparedOptimizer] = []
+    prepared_optimizers = [*filter(None, map(subclass.prepared_state, optimizers))]
     masters: dict[int, Tensor] = {}
     drops_grads = False
-    for optimizer in optimizers:
-        prepared = subclass.prepared_state(optimizer)
-        if prepared is None:
-            continue
-        prepared_optimizers.append(prepared)
+    for prepared in prepared_optimizers:
         prepared.update_masters_with_grads()
         if prepared.drop_overflowed():
             drops_grads = True

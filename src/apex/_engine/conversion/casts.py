@@ -14,7 +14,7 @@ from apex._core.param_groups import is_trained
 from apex._core.rounding import exact_value
 from apex._core.undo import Undo
 from apex._engine.conversion.plan import planned_dtypes
-from apex._engine.conversion.state import ModelState, state_of
+from apex._engine.conversion.state import ModelState
 from apex._engine.session import STATE, Session
 from apex._torch.modules import flatten_rnns, named_tensors
 from apex._torch.parameters import set_in_place
@@ -83,15 +83,12 @@ def _cast_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tensor]
     Does nothing unless the model holds one of the parameters, given by their ids. Returns the
     tensors whose dtype changed, with their values before.
     """
-    state = state_of(model)
-    if state is None:
-        return []
     held = map(id, named_tensors(model).values())
     if params.isdisjoint(held):
         return []
     before = floating_tensors(model)
     with Undo() as undo:
-        cast_parts(model, state, undo)
+        cast_parts(model, vars(model)[STATE], undo)
         undo.pop_all()  # nothing failed: the casts stay
     return [(tensor, value) for tensor, value in before if value.dtype is not tensor.dtype]
 
@@ -114,9 +111,7 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor]) -> None:
         model: A converted model.
         masters: Fp32 masters by ``id`` of their parameter, in addition to the session's.
     """
-    state = state_of(model)
-    if state is None:
-        return
+    state: ModelState = vars(model)[STATE]
     if state.plan.casts_down:
         state.session.masters.update_model(model)
         with Undo() as undo:
