@@ -1,5 +1,6 @@
 """A checkpoint goes on at another level, with amp off, or with other losses, as far as it can."""
 
+import copy
 import functools
 import itertools
 import warnings
@@ -102,6 +103,24 @@ def test_a_frozen_weight_that_has_state_gets_an_exact_master(level):
     exact = loops.values(model.parameters())
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert loops.same(exact, loops.values(optimizer.param_groups[0]["params"]))
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_weights_unfrozen_after_a_load_go_on_bit_for_bit(level):
+    states = save_at(level, "SGD")
+    ends = []
+    for frozen in (False, True):
+        model = loops.net(seed=5)
+        model[0].requires_grad_(not frozen)
+        optimizer = OPTIMIZERS["SGD"](model.parameters())
+        prepare(level, model, optimizer)
+        optimizer.load_state_dict(copy.deepcopy(states[1]))  # first, as the page on resuming says
+        model.load_state_dict(states[0])
+        amp.load_state_dict(states[2])
+        model[0].requires_grad_(True)
+        loops.train(model, optimizer, 2, seed=3)
+        ends.append(dict(model.state_dict()))
+    assert loops.same(*ends)
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, FusedSGD])
