@@ -293,6 +293,20 @@ def test_another_thread_sees_what_this_one_wrote(level):
     compare(scenario, level, ["initialize"])  # the others cast in their own thread
 
 
+def test_a_write_is_seen_after_another_thread_ended_casts_within_a_forward(level):
+    model, other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)
+    amp.initialize([model, other], opt_level=level, verbosity=0)
+    between = model[0].register_forward_hook(
+        lambda *_: in_a_thread(lambda: other(X).sum().backward())
+    )
+    kept = model(X)
+    between.remove()
+    counted(model, None)
+    expected = copy.deepcopy(model)(X)
+    assert same(model(X), expected)
+    assert not same(kept, expected)
+
+
 class Outer(nn.Module):
     def __init__(self, layer, inner):
         super().__init__()

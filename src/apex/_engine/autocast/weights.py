@@ -101,9 +101,11 @@ class SharedCasts:
             self._cached[weights] = weights.state(), place
         return True
 
-    def end_forward(self) -> None:
-        """Ends a forward pass."""
-        if self._hook() is None:
+    def end_forward(self, model: nn.Module, *, shares: bool) -> None:
+        """Ends a forward pass of a model, whether or not it ``shares`` casts."""
+        # Another thread may have cleared the cache, which this pass then went on to fill.
+        is_forgotten = shares and self._weights_of(model) not in self._cached
+        if is_forgotten or self._hook() is None:
             self._clear_cache()
 
     def await_backward(self, output: Any) -> None:
