@@ -93,6 +93,32 @@ def test_a_block_sends_what_compiled_passes_have_left_under_no_sync(on_two_ranks
     assert first == second
 
 
+# -- parameters that some ranks do not use ---------------------------------------------------
+
+
+def use_some(rank, level):
+    """Gradients after passes of which not every rank uses all weights; the first is local."""
+    models = [loops.Weights("ab"), loops.Weights("c")]
+    params = [param for model in models for param in model.parameters()]
+    optimizers = [torch.optim.SGD([param], lr=0.125) for param in params]
+    models, optimizers = initialized(level, models, optimizers)
+    first = DistributedDataParallel(models[0], find_unused_parameters=True)
+    second = DistributedDataParallel(models[1])
+    value = 2.0 + 4.0 * rank
+    loops.scaled_backward(second(c=value), optimizers[2])
+    with first.no_sync():
+        loops.scaled_backward(first(**dict.fromkeys(("a", "ab")[rank], value)), optimizers[1])
+    for names in (("ab", "ab"), ("a", "ab")):
+        loss = first(**dict.fromkeys(names[rank], value)) + second(c=value)
+        loops.scaled_backward(loss, optimizers[1:])
+    return [param.grad.tolist() for param in params]
+
+
+def test_ranks_that_use_different_parameters_have_the_same_gradients(on_two_ranks, level):
+    for grads in on_two_ranks(use_some, level):
+        assert grads == [[12.0] * 2, [10.0] * 2, [12.0] * 2]
+
+
 # -- around a part of the model --------------------------------------------------------------
 
 

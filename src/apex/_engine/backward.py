@@ -222,13 +222,16 @@ class BackwardPass:
         self._unowned = unowned
 
     def _is_left(self, prepared: PreparedOptimizer) -> bool:
-        """Returns whether gradients are unchecked, or sent by this pass, and are not cleared."""
+        """Returns whether gradients are unchecked and not cleared, or this pass sends them.
+
+        Ranks agree on what it sends: one may not have used a parameter that others have.
+        """
         session = prepared.session
-        is_left = prepared in self._earlier
-        if session.under_ddp and not is_left:
+        if session.under_ddp:
             trained = prepared.trained_params()
-            is_left = session.ddp.holds_local(trained) and session.shares_grads(trained)
-        return is_left and prepared.has_grads()
+            if session.ddp.holds_local(trained) and session.shares_grads(trained):
+                return True
+        return prepared in self._earlier and prepared.has_grads()
 
     @untraced
     def give_back(self, lender: PreparedOptimizer) -> None:
