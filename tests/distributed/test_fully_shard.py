@@ -225,6 +225,39 @@ def test_scaled_passes_without_a_reduction_add_up_in_a_root_that_owns_layers(on_
     assert same(on_two_ranks(accumulate, "O0"), on_two_ranks(accumulate, None))
 
 
+def unsent(rank, level, policy, shape, loss_ids):
+    """Whole gradients after passes that each add 1; all but the last leave it to that to send."""
+    model = nn.Linear(2, 2, bias=False)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**POLICIES[policy]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    options = {"num_losses": 2, "loss_scale": "dynamic", "verbosity": 0}
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, **options)
+    for scaler, scale in zip(amp._amp_state.loss_scalers, (2.0**4, 2.0**6), strict=True):
+        scaler._loss_scale = scale
+    for index, loss_id in enumerate(loss_ids, start=1):
+        defers = (
+            model.set_requires_gradient_sync if len(shape) == 1 else model.set_requires_all_reduce
+        )
+        defers(index == len(loss_ids))
+        loss = model(torch.ones(1, 2)).float().sum()
+        if loss_id is None:
+            loss.backward()
+        else:
+            scaled_backward(loss, optimizer, loss_id=loss_id)
+    return model.weight.grad.full_tensor()
+
+
+@pytest.mark.parametrize("loss_ids", [(0, 1), (0, None), (None, 0), (1, None, 0, 1)])
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+@pytest.mark.parametrize(("level", "policy"), [("O1", "fp32"), ("O0", "fp16")])
+def test_gradients_that_ranks_have_yet_to_share_have_no_scale(
+    on_two_ranks, level, policy, shape, loss_ids
+):
+    for grad in on_two_ranks(unsent, level, policy, shape, loss_ids):
+        assert torch.equal(grad, torch.full((2, 2), float(len(loss_ids))))
+
+
 def pretrain(rank, level):
     """As torchtitan: weights made on the meta device, checkpointed blocks, a norm of shards."""
     with torch.device("meta"):

@@ -105,7 +105,7 @@ class BackwardPass:
         self._spec: AutocastSpec | None = session.spec
         for prepared in self.prepared_optimizers:
             self._spec = self._spec or prepared.session.spec
-        self._autocast = ExitStack()
+        self._contexts = ExitStack()  # of the block
         self._state = _State.NEW
         # The delayed passes of its optimizers and lenders, which it checks with its own gradients.
         self._earlier: dict[PreparedOptimizer, BackwardPass] = {}
@@ -140,8 +140,9 @@ class BackwardPass:
         try:
             with without_overrides():
                 self._make_room()
+                self._scale_unsent()
             if self._spec is not None:
-                self._autocast.enter_context(BackwardAutocast(self._spec))
+                self._contexts.enter_context(BackwardAutocast(self._spec))
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -160,6 +161,14 @@ class BackwardPass:
             else:
                 self._delay_unscale = True
                 wrapped.ddp.set_local(trained, is_local=True)
+
+    def _scale_unsent(self) -> None:
+        """Scales what FSDP2 keeps of earlier passes until a later one sends it, for the block."""
+        for session in Session.live:
+            is_beside = session.thread is self.session.thread
+            if self.scaled and is_beside and session.shards in session.wrappers:
+                unsent = session.shards.unsent_scaled(self._scale)
+                self._contexts.enter_context(unsent)
 
     def _note_shared(self) -> None:
         """Records that ranks have shared what wrappers found in the gradients."""
@@ -309,7 +318,7 @@ class BackwardPass:
         traceback: TracebackType | None,
     ) -> None:
         """Unscales the gradients; after an exception, restores the earlier ones."""
-        self._autocast.close()
+        self._contexts.close()
         self.session.observer.pass_ends(self)
         if error is not None:
             self._abort()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 _MODULE = "torch.distributed.fsdp"
 """Used only if a script has imported it, to keep ``import apex.amp`` fast."""
@@ -53,6 +53,27 @@ def casts(model: nn.Module) -> bool:
         if policy is not None and (policy.param_dtype or policy.output_dtype):
             return True
     return False
+
+
+def multiply_unsent(groups: Iterable[Any], factor: Tensor | float, *, sends: bool) -> None:
+    """Multiplies the gradients that passes have left, and that ranks have yet to reduce.
+
+    They become fp32; or if a pass that ``sends`` follows, the dtype in which ranks reduce them.
+    """
+    for group in groups:
+        partial = getattr(group, "_partial_reduce_output", None)  # replicas have yet to add it
+        if partial is not None:
+            group._partial_reduce_output = factor * partial.float()
+        for param in getattr(group, "fsdp_params", ()):
+            whole: Any = getattr(param, "_unsharded_param", None)  # None before the first forward
+            grad = getattr(param, "unsharded_accumulated_grad", None)
+            if grad is None and whole is not None:
+                grad = whole.grad
+            if grad is not None:
+                whole.grad = None
+                product = factor * grad.float()
+                dtype = param.reduce_dtype or whole.dtype
+                param.unsharded_accumulated_grad = product.to(dtype) if sends else product
 
 
 def defers_reduction(groups: Iterable[Any]) -> bool:

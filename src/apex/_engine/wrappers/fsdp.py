@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -27,6 +28,14 @@ class Shards:
     def sends(self, params: Sequence[Tensor]) -> bool:
         """Returns whether ranks reduce the gradients of a pass that begins now."""
         return not fsdp.defers_reduction(group() for group in self._groups)
+
+    @contextmanager
+    def unsent_scaled(self, scale: Tensor | float) -> Iterator[None]:
+        """Multiplies what ranks have yet to share by a scale, until the block ends."""
+        groups = [group() for group in self._groups]
+        fsdp.multiply_unsent(groups, scale, sends=True)
+        yield
+        fsdp.multiply_unsent(groups, 1.0 / scale, sends=False)
 
     def share_masters(self, masters: MasterTable, params: Sequence[Tensor]) -> None:
         """Does nothing: sharded parameters are fp32, and have no masters."""
