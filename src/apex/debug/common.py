@@ -259,8 +259,8 @@ def listed(names: Sequence[str]) -> str:
     return text
 
 
-def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[list[str]]:
-    """Returns the rows of a table with all cells of a column padded to one width.
+def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[str]:
+    """Returns the rows of a table as lines, with all cells of a column padded to one width.
 
     ``left`` tells which columns are aligned to the left; the others are aligned to the right.
     """
@@ -268,7 +268,7 @@ def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[list[s
     for is_left, *column in zip(left, *table, strict=True):
         width = max(map(len, column))
         formats.append(f"{'<' if is_left else '>'}{width}")
-    return [[*map(format, row, formats)] for row in table]
+    return ["  ".join(map(format, row, formats)).rstrip() for row in table]
 
 
 def to_json(value: Any) -> str:

@@ -150,8 +150,9 @@ class OverflowTrace(Trace):
         self._unwritten = ByMemory[bool]()
         # The birth of the non-finite values in each memory.
         self._born = ByMemory[Birth]()
-        # Largest absolute value of the weights before the first step.
-        self._first_largest: float | None = None
+        # Largest absolute value of the weights before the first step; inf if they are all 0, or
+        # before that step, so that no weight counts as grown.
+        self._first_largest = math.inf
 
     @property
     def first(self) -> Finding | None:
@@ -185,8 +186,8 @@ class OverflowTrace(Trace):
     def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Counts the optimizer's own parameters (masters) as weights, and checks its gradients."""
         self._optimizers.add(optimizer)
-        if self._first_largest is None:
-            self._first_largest = self._largest_weight
+        if self._first_largest == math.inf:
+            self._first_largest = self._largest_weight or math.inf
         if not runs_in_scaler():
             self._check_gradients(optimizer)
         super()._enter_step(optimizer)
@@ -258,11 +259,9 @@ class OverflowTrace(Trace):
     def _note_memory(self, call: Call, result: Any) -> None:
         """Records which memory holds a weight's cast, and which nothing has written yet."""
         if call.traits.uninitialized and "empty" in call.name:
-            for tensor in floating(result):
-                self._unwritten.note(tensor, True)
+            self._unwritten.note(result, True)
         else:
-            for tensor in call.written:
-                self._unwritten.discard(tensor)
+            self._unwritten.discard(call.written)
         if call.name == "aten._to_copy" and call.args[0] in self._tracker.parameters:
             self._casts.note(result, True)
 
@@ -411,8 +410,6 @@ class OverflowTrace(Trace):
         if not deliberate and not self._in_step:
             measured = self._measured(observed, cause)
         scale, dynamic = self._scaled.loss_scale if is_backward else (1.0, False)
-        # Without a first step, no weight counts as grown.
-        first_largest = self._first_largest or math.inf
         largest = tracing.real(tracing.dense(bad)).amax()
         cause, names, unwritten = self._named_weights(cause, bad, place.module)
         birth = Birth(
@@ -431,7 +428,7 @@ class OverflowTrace(Trace):
             names=names,
             unwritten=unwritten,
             eps=self._eps,
-            grown=self._largest_weight > _GROWTH * first_largest,
+            grown=self._largest_weight > _GROWTH * self._first_largest,
             heaviest=self._heaviest_weight(call),
             scale=scale,
             dynamic=dynamic,
@@ -484,8 +481,7 @@ class OverflowTrace(Trace):
         """Returns the tensors of the models, and of the optimizers that have stepped."""
         held = ByMemory[Held]()
         for item in held_by(self._tracker.models, self._optimizers):
-            for tensor in floating(item.value):
-                held.note(tensor, item)
+            held.note(item.value, item)
         return held
 
     def _role(self, tensor: Tensor) -> str:
@@ -519,12 +515,9 @@ class OverflowTrace(Trace):
 
     def _heaviest_weight(self, call: Call) -> float:
         """Returns the largest absolute value of the parameters, or their casts, that a call got."""
-        held = self._held()
         heaviest = 0.0
         for tensor in floating(call.arguments):
-            owner = held.of(tensor)
-            is_parameter = owner is not None and owner.role in _PARAMETERS
-            if is_parameter or self._casts.of(tensor):
+            if self._role(tensor) in _PARAMETERS or self._casts.of(tensor):
                 heaviest = max(heaviest, tracing.values_of(tensor).largest)
         return heaviest
 

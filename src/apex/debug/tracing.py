@@ -415,25 +415,33 @@ def storage(tensor: Tensor) -> UntypedStorage:
 
 
 class ByMemory(Generic[Fact]):
-    """Facts about tensors; all views of a memory share one, and the memory's end removes it."""
+    """Facts about the floating-point tensors in nested values.
+
+    All views of a memory share one fact, and the memory's end removes it.
+    """
 
     def __init__(self) -> None:
         self._facts: MutableMapping[UntypedStorage, Fact] = WeakIdKeyDictionary()
 
-    def of(self, tensor: Tensor) -> Fact | None:
-        """Returns the fact about a tensor's memory; None without one."""
+    def of(self, values: Any) -> Fact | None:
+        """Returns the fact about the first tensor that has one; None without one."""
         # Makes no view without facts: in an optimizer's hook, the trace would see the operator.
-        if not self._facts:
-            return None
-        return self._facts.get(storage(tensor))
+        if self._facts:
+            for tensor in floating(values):
+                fact = self._facts.get(storage(tensor))
+                if fact is not None:
+                    return fact
+        return None
 
-    def note(self, tensor: Tensor, fact: Fact) -> None:
-        """Records a fact about a tensor's memory."""
-        self._facts[storage(tensor)] = fact
+    def note(self, values: Any, fact: Fact) -> None:
+        """Records a fact about each tensor's memory."""
+        for tensor in floating(values):
+            self._facts[storage(tensor)] = fact
 
-    def discard(self, tensor: Tensor) -> None:
-        """Removes the fact about a tensor's memory."""
-        self._facts.pop(storage(tensor), None)
+    def discard(self, values: Any) -> None:
+        """Removes the fact about each tensor's memory."""
+        for tensor in floating(values):
+            self._facts.pop(storage(tensor), None)
 
 
 def kind_of(tensor: Tensor) -> str:

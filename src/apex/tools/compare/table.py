@@ -71,7 +71,7 @@ def table_text(table: Table) -> str:
     headings = [column.heading for column in columns]
     is_left = [column.is_left for column in columns]
     rows = [[cells[name] for name in table.columns] for _, cells in table.rows]
-    lines = ["  ".join(row).rstrip() for row in aligned([headings, *rows], is_left)]
+    lines = aligned([headings, *rows], is_left)
     rule = "-" * len(lines[0])
     lines.insert(1, rule)
     return "\n".join(lines)
