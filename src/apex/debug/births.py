@@ -257,6 +257,7 @@ class Births:
         gradients: Names of parameters that a fault reached.
         healed: Backward passes after which a dynamic loss scale backed off.
         certain: Whether values reached a gradient, the loss or a weight, and no scale heals them.
+        reached: Births whose values reached a gradient, the loss, a weight or a buffer.
     """
 
     def __init__(self) -> None:
@@ -272,8 +273,7 @@ class Births:
         self._pending: list[Birth] = []
         # Values that fp16 lost, the first of each site.
         self._lost: dict[tuple[str, str], Birth] = {}
-        # Births whose values reached a gradient, the loss, a weight or a buffer.
-        self._reached: dict[Birth, None] = {}
+        self.reached: dict[Birth, None] = {}  # a set in order of time
         # Sites at which a birth was harmless.
         self._harmless: set[tuple[str, str]] = set()
 
@@ -299,7 +299,7 @@ class Births:
 
     def reach(self, birth: Birth, *, certain: bool = True) -> None:
         """Records that values reached the loss, a weight or a buffer."""
-        self._reached[birth] = None
+        self.reached[birth] = None
         birth.reach()
         self.certain |= certain
 
@@ -313,13 +313,13 @@ class Births:
         self._backward = backward
         if birth is None:
             for judged in self._pending:
-                if judged not in self._reached and not judged.heals:
+                if judged not in self.reached and not judged.heals:
                     self._harmless.add(judged.site)
             self._pending.clear()
             return
         if name not in self.gradients:
             self.gradients.append(name)
-        self._reached[birth] = None
+        self.reached[birth] = None
         if birth.heals:
             self.healed.add(backward)
         else:
@@ -334,10 +334,10 @@ class Births:
         are no other faults.
         """
         lost = [birth for birth in self._lost.values() if birth.is_lost]
-        certain = [birth for birth in self._reached if not birth.heals]
+        certain = [birth for birth in self.reached if not birth.heals]
         faults = certain + lost
         if healing:
-            faults = faults or list(self._reached)
+            faults = faults or list(self.reached)
         if not faults:  # those that no backward pass has judged may be faults
             for birth in self._pending:
                 is_harmless = birth.masked or birth.site in self._harmless
@@ -345,7 +345,3 @@ class Births:
                 if counts and not is_harmless:
                     faults.append(birth)
         return min(faults, key=Birth.rank, default=None)
-
-    def reached(self, birth: Birth) -> bool:
-        """Returns whether values of a birth reached a gradient, the loss, a weight or a buffer."""
-        return birth in self._reached

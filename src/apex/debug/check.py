@@ -282,7 +282,7 @@ class FrozenUpdates:
             op="step",
             kind="frozen",
             what=f"{what} ({stayed})",
-            **explained(section, ways, cause="frozen", dtype=stayed, facts={}),
+            **explained(section, ways, cause="frozen", dtype=stayed),
         )
 
     @property

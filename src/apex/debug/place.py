@@ -138,8 +138,7 @@ class Finding(Place):
         return "\n".join(lines)
 
 
-@dataclass(eq=False)
-class Site:
+class Site(NamedTuple):
     """The operator call that created an autograd node.
 
     Attributes:
@@ -252,9 +251,7 @@ class Tracker:
     @property
     def may_stop(self) -> bool:
         """Whether this is the thread that started tracking, outside any backward pass."""
-        if self.direction == "backward":
-            return False
-        return threading.get_ident() == self._thread
+        return self.direction == "forward" and threading.get_ident() == self._thread
 
     @property
     def runs_formula(self) -> bool:
@@ -271,9 +268,7 @@ class Tracker:
         backward, a hook, a recompute). Without a recorded forward, it is the line that started the
         backward pass.
         """
-        line = ""
-        if self.direction == "backward":
-            line = line_within_backward()
+        line = line_within_backward()
         site = self.forward_site
         if site is not None:
             line = line or site.place.location
@@ -446,7 +441,7 @@ def line_within_backward() -> str:
     """Returns the innermost user line of the running backward pass, such as of a hook's.
 
     The search ends at the frames of autograd's Python entry point, which threads of the engine do
-    not have.
+    not have. Without a pass, it finds the innermost line of all.
     """
     kind, line = _innermost("user", "engine")
     if kind == "engine":

@@ -399,9 +399,7 @@ class RoundingTrace(GradientEnds):
             op="aten.add",
             kind="underflow",
             what=f"{share:.0f} % of the fp16 gradients are 0 where those in fp32 are not",
-            **explained(
-                "underflow", self._underflow_ways, cause="underflow", dtype="float16", facts={}
-            ),
+            **explained("underflow", self._underflow_ways, cause="underflow", dtype="float16"),
             error=math.sqrt(self._lost_squares / self._squares),
             tolerance=rules.LOST_GRADIENT,
         )
