@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from apex._torch.autograd import backward_id
 from apex.debug.place import Place
 from apex.debug.rules import SOFTMAXES
 from apex.debug.tracing import Values, operator_name, operators
@@ -303,11 +304,12 @@ class Births:
         birth.reach()
         self.certain |= certain
 
-    def reach_gradient(self, name: str, birth: Birth | None, *, backward: int) -> None:
-        """Records that backward pass number ``backward`` adds to the gradient of a parameter.
+    def reach_gradient(self, name: str, birth: Birth | None) -> None:
+        """Records that the running backward pass adds to the gradient of a parameter.
 
         ``birth`` is None if the gradient is finite; then ``name`` is not used.
         """
+        backward = backward_id()
         if backward != self._backward:
             self.passes += 1
         self._backward = backward

@@ -7,7 +7,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
@@ -215,15 +215,14 @@ def _restore_random_numbers(stack: ExitStack, model: nn.Module) -> None:
     stack.enter_context(torch.random.fork_rng(devices=sorted(indices), device_type=kind))
 
 
-def eager() -> AbstractContextManager[Any]:
+def eager() -> Any:
     """Returns a context that runs compiled parts eagerly.
 
     Without dynamo, which is slow to import, there are no compiled parts.
     """
-    context: AbstractContextManager[Any] = nullcontext()
     if "torch._dynamo" in sys.modules:
-        context = torch.compiler.set_stance("force_eager")
-    return context
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
 
 
 # -- formats ---------------------------------------------------------------------------------------

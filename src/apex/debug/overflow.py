@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from apex._core.param_groups import params_of
 from apex._engine.optimizer.subclass import prepared_state
 from apex._torch import ranks
-from apex._torch.autograd import backward_id
 from apex.debug import tracing
 from apex.debug.births import FATEFUL, Birth, Births
 from apex.debug.causes import finding_of
@@ -114,11 +113,10 @@ class _Observed:
         inputs = []
         written = set(self.call.written)
         for tensor in floating(self.call.arguments):
-            known = self._overwritten.get(tensor)
-            if known is None and tensor not in written:
-                known = _Input(tensor, tensor, kind_of(tensor))
-            if known is not None:
-                inputs.append(known)
+            if tensor in self._overwritten:
+                inputs.append(self._overwritten[tensor])
+            elif tensor not in written:
+                inputs.append(_Input(tensor, tensor, kind_of(tensor)))
         return inputs
 
 
@@ -254,7 +252,7 @@ class OverflowTrace(Trace):
             # The scaler has backed off since, and nothing has cleared the gradient.
             if scale < birth.scale:
                 self._add_misuse(call.name, birth.scale, "stale", cause="gradients")
-        self._births.reach_gradient(name, birth, backward=backward_id())
+        self._births.reach_gradient(name, birth)
 
     def _note_memory(self, call: Call, result: Any) -> None:
         """Records which memory holds a weight's cast, and which nothing has written yet."""

@@ -364,15 +364,13 @@ _ABOUT_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global h
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Returns the model inside ``torch.compile`` and data-parallel wrappers."""
-    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    while True:
-        if isinstance(model, wrappers):
-            inner = model.module
-        else:
-            inner = getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    attribute = "_orig_mod"
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        attribute = "module"
+    inner = getattr(model, attribute, None)
+    if isinstance(inner, nn.Module):
+        return unwrapped(inner)
+    return model
 
 
 def prefixed(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
