@@ -20,7 +20,7 @@ _DIVIDES = operators(
 )
 """Operators that divide by an input, or by a number computed from it."""
 
-_POWERS = {"pow", "rsqrt", "sqrt"}
+_POWERS = operators("pow rsqrt sqrt")
 
 _DEFINED_EVERYWHERE = operators(
     """exp exp2 expm1 sinh cosh mul add sub square mm bmm addmm baddbmm sum cumsum
@@ -29,10 +29,10 @@ _DEFINED_EVERYWHERE = operators(
 """Operators with a true result for all finite inputs."""
 
 _PRODUCTS = operators("mm bmm addmm baddbmm linear convolution")
-_MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
+_MASKS = operators("nan_to_num masked_fill where nansum")
 # These map -inf to 0, the right result.
-_MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}
-_LIMIT = operators("""atan clamp clamp_max erf hardtanh minimum reciprocal sigmoid tanh""")
+_MAP_TO_ZERO = operators("softmax safe_softmax exp")
+_LIMIT = operators("atan clamp clamp_max erf hardtanh minimum reciprocal sigmoid tanh")
 FATEFUL = _MASKS | SOFTMAXES | _MAP_TO_ZERO | _LIMIT
 """Operators that decide what becomes of the values they read."""
 

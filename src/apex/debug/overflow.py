@@ -485,9 +485,7 @@ class OverflowTrace(Trace):
     def _role(self, tensor: Tensor) -> str:
         """Returns the role of a tensor in the models and optimizers; ``""`` if it has none."""
         held = self._held().of(tensor)
-        if held is None:
-            return ""
-        return held.role
+        return "" if held is None else held.role
 
     def _is_weight(self, tensor: Tensor) -> bool:
         """Returns whether a tensor is a parameter, a master or a buffer; a mask is no weight."""
@@ -507,9 +505,7 @@ class OverflowTrace(Trace):
         """Returns whether a call belongs to an optimizer step or writes masters to the model."""
         if self._tracker.module[1] or self._tracker.direction == "backward":
             return False
-        if self._in_step:
-            return True
-        return any(map(self._is_weight, call.written))
+        return self._in_step or any(map(self._is_weight, call.written))
 
     def _heaviest_weight(self, call: Call) -> float:
         """Returns the largest absolute value of the parameters, or their casts, that a call got."""

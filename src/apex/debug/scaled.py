@@ -15,7 +15,7 @@ from apex.debug.rules import DIFFERENCES, LEAST_NUMBER
 from apex.debug.tracing import ByMemory, Call, floating
 
 _CLAMPS = ("clamp", "minimum", "maximum")
-_COMPARISONS = {"lt", "le", "gt", "ge"}
+_COMPARISONS = tracing.operators("lt le gt ge")
 
 
 class ScaledGradients:

@@ -35,14 +35,11 @@ from apex.debug.place import Tracker
 SomeTrace = TypeVar("SomeTrace", bound="Trace")
 Fact = TypeVar("Fact")
 
+_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+
 WIDE = {
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float32: torch.float64,
-    torch.float64: torch.float64,
-    torch.complex32: torch.complex128,
-    torch.complex64: torch.complex128,
-    torch.complex128: torch.complex128,
+    **dict.fromkeys(dtypes.CASTABLE, torch.float64),
+    **dict.fromkeys(_COMPLEX, torch.complex128),
 }
 """The dtypes of values that are checked, and the widest of their kind."""
 
@@ -64,7 +61,7 @@ def operators(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-_OVERWRITES = {"copy", "fill", "zero", "uniform", "normal", "recv", "recv_any_source"}
+_OVERWRITES = operators("copy fill zero uniform normal recv recv_any_source")
 """Operators that write an argument without reading its previous values."""
 
 _RUNNING_STATISTICS = ("running_mean", "running_var")
@@ -79,7 +76,7 @@ _WRITES = {
 }
 """The arguments that operators write, where their schemas say otherwise."""
 
-_SHARING = {"unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"}
+_SHARING = operators("unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chunk")
 """Operators that return views although their schemas do not say so."""
 
 _UNINITIALIZED = ("empty", "new_empty", "resize", "set_")
