@@ -149,9 +149,7 @@ def _trace(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     show(file, f"\n{tracing.report}")
     write_json(file, tracing.data)
-    if tracing.ending.interrupted:
-        return INTERRUPTED
-    if tracing.has_fault:
+    if tracing.has_fault and not tracing.ending.interrupted:
         return NOT_FINITE
     return tracing.ending.status
 
@@ -218,16 +216,12 @@ def _compare(args: argparse.Namespace) -> int:
     )
     check_file(args.output)
     check_file(args.json)
-    comparison = compare(args.target, options, _show_stage)
+    comparison = compare(args.target, options, lambda stage: print(f"[{stage}]", file=sys.stderr))
     # Written before printing, because printing to a closed pipe raises.
     write(args.output, report(comparison))
     write_json(args.json, to_json(comparison))
     show(args.json, f"\n{comparison_text(comparison)}\nreport: {args.output}")
     return FAILED if comparison.failed else OK
-
-
-def _show_stage(stage: str) -> None:
-    print(f"[{stage}]", file=sys.stderr)
 
 
 # -- apex migrate ----------------------------------------------------------------------------------
@@ -260,7 +254,7 @@ def _migrate(args: argparse.Namespace) -> int:
     check_file(args.json)
     migration = migration_of(args.path)
     show(args.json, str(migration))
-    write_json(args.json, migration.to_dict())
+    write_json(args.json, {**dataclasses.asdict(migration), "counts": migration.counts})
     return FAILED if migration.failed else OK
 
 

@@ -23,10 +23,6 @@ __getattr__ = _unavailable.names_instead(
     __name__, {"flatten_list": "torch.stack", "is_iterable": "isinstance"}
 )
 
-Hiddens = Sequence[Any]
-"""One tensor ``[layers, batch, features]`` per hidden state; with ``collect_hidden``, a list of
-tensors, one per step."""
-
 
 def new_parameter(*shape: int) -> nn.Parameter:
     """Returns a parameter without values."""
@@ -193,7 +189,7 @@ class stackedRNN(Stateful):
 
     def forward(
         self, input: Tensor, collect_hidden: bool = False, reverse: bool = False
-    ) -> tuple[Tensor, Hiddens]:
+    ) -> tuple[Tensor, Any]:
         """Runs the cells over all steps.
 
         Args:
@@ -202,7 +198,9 @@ class stackedRNN(Stateful):
             reverse: Whether to process the steps from last to first.
 
         Returns:
-            Outputs ``[steps, batch, output_size]`` in the input's order, and the states.
+            Outputs ``[steps, batch, output_size]`` in the input's order, and one tensor
+            ``[layers, batch, features]`` per hidden state; with ``collect_hidden``, a list of
+            tensors, one per step.
 
         Raises:
             ValueError: If the input has a wrong shape or no steps.
@@ -250,7 +248,7 @@ class bidirectionalRNN(Stateful):
         # For the methods of `Stateful`.
         self.rnns = nn.ModuleList([self.fwd, self.bckwrd])
 
-    def forward(self, input: Tensor, collect_hidden: bool = False) -> tuple[Tensor, Hiddens]:
+    def forward(self, input: Tensor, collect_hidden: bool = False) -> tuple[Tensor, Any]:
         """Runs both stacks and concatenates their features; for arguments, see `stackedRNN`."""
         forward = self.fwd(input, collect_hidden)
         reverse = self.bckwrd(input, collect_hidden, reverse=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from apex._torch.autograd import backward_id
 from apex.debug.place import Place
 from apex.debug.rules import SOFTMAXES
 from apex.debug.tracing import Values, operator_name, operators
@@ -19,7 +20,7 @@ _DIVIDES = operators(
 )
 """Operators that divide by an input, or by a number computed from it."""
 
-_POWERS = {"pow", "rsqrt", "sqrt"}
+_POWERS = operators("pow rsqrt sqrt")
 
 _DEFINED_EVERYWHERE = operators(
     """exp exp2 expm1 sinh cosh mul add sub square mm bmm addmm baddbmm sum cumsum
@@ -28,10 +29,10 @@ _DEFINED_EVERYWHERE = operators(
 """Operators with a true result for all finite inputs."""
 
 _PRODUCTS = operators("mm bmm addmm baddbmm linear convolution")
-_MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
+_MASKS = operators("nan_to_num masked_fill where nansum")
 # These map -inf to 0, the right result.
-_MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}
-_LIMIT = operators("""atan clamp clamp_max erf hardtanh minimum reciprocal sigmoid tanh""")
+_MAP_TO_ZERO = operators("softmax safe_softmax exp")
+_LIMIT = operators("atan clamp clamp_max erf hardtanh minimum reciprocal sigmoid tanh")
 FATEFUL = _MASKS | SOFTMAXES | _MAP_TO_ZERO | _LIMIT
 """Operators that decide what becomes of the values they read."""
 
@@ -257,6 +258,7 @@ class Births:
         gradients: Names of parameters that a fault reached.
         healed: Backward passes after which a dynamic loss scale backed off.
         certain: Whether values reached a gradient, the loss or a weight, and no scale heals them.
+        reached: Births whose values reached a gradient, the loss, a weight or a buffer.
     """
 
     def __init__(self) -> None:
@@ -272,8 +274,7 @@ class Births:
         self._pending: list[Birth] = []
         # Values that fp16 lost, the first of each site.
         self._lost: dict[tuple[str, str], Birth] = {}
-        # Births whose values reached a gradient, the loss, a weight or a buffer.
-        self._reached: dict[Birth, None] = {}
+        self.reached: dict[Birth, None] = {}  # a set in order of time
         # Sites at which a birth was harmless.
         self._harmless: set[tuple[str, str]] = set()
 
@@ -299,27 +300,28 @@ class Births:
 
     def reach(self, birth: Birth, *, certain: bool = True) -> None:
         """Records that values reached the loss, a weight or a buffer."""
-        self._reached[birth] = None
+        self.reached[birth] = None
         birth.reach()
         self.certain |= certain
 
-    def reach_gradient(self, name: str, birth: Birth | None, *, backward: int) -> None:
-        """Records that backward pass number ``backward`` adds to the gradient of a parameter.
+    def reach_gradient(self, name: str, birth: Birth | None) -> None:
+        """Records that the running backward pass adds to the gradient of a parameter.
 
         ``birth`` is None if the gradient is finite; then ``name`` is not used.
         """
+        backward = backward_id()
         if backward != self._backward:
             self.passes += 1
         self._backward = backward
         if birth is None:
             for judged in self._pending:
-                if judged not in self._reached and not judged.heals:
+                if judged not in self.reached and not judged.heals:
                     self._harmless.add(judged.site)
             self._pending.clear()
             return
         if name not in self.gradients:
             self.gradients.append(name)
-        self._reached[birth] = None
+        self.reached[birth] = None
         if birth.heals:
             self.healed.add(backward)
         else:
@@ -334,10 +336,10 @@ class Births:
         are no other faults.
         """
         lost = [birth for birth in self._lost.values() if birth.is_lost]
-        certain = [birth for birth in self._reached if not birth.heals]
+        certain = [birth for birth in self.reached if not birth.heals]
         faults = certain + lost
         if healing:
-            faults = faults or list(self._reached)
+            faults = faults or list(self.reached)
         if not faults:  # those that no backward pass has judged may be faults
             for birth in self._pending:
                 is_harmless = birth.masked or birth.site in self._harmless
@@ -345,7 +347,3 @@ class Births:
                 if counts and not is_harmless:
                     faults.append(birth)
         return min(faults, key=Birth.rank, default=None)
-
-    def reached(self, birth: Birth) -> bool:
-        """Returns whether values of a birth reached a gradient, the loss, a weight or a buffer."""
-        return birth in self._reached

@@ -78,7 +78,7 @@ def _holds(condition: str, facts: Mapping[str, Any]) -> bool:
 
 
 def explained(
-    section: str, ways: list[str], *, cause: str, dtype: str, facts: Mapping[str, Any]
+    section: str, ways: list[str], *, cause: str, dtype: str, facts: Mapping[str, Any] = {}
 ) -> dict[str, Any]:
     """Returns the attributes of a finding that explain its cause; ``facts`` fill the braces."""
     why = data()[section].get("why")

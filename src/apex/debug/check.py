@@ -205,9 +205,7 @@ class FrozenUpdates:
     @property
     def share(self) -> float:
         """``frozen / wanted``; 0 if no weight was to move."""
-        if not self.wanted:
-            return 0.0
-        return self.frozen / self.wanted
+        return self.frozen / max(self.wanted, 1)
 
     def _before(self, optimizer: Optimizer, *_: object) -> None:
         """Computes the values that a step should write; a GradScaler has unscaled the gradients."""
@@ -282,7 +280,7 @@ class FrozenUpdates:
             op="step",
             kind="frozen",
             what=f"{what} ({stayed})",
-            **explained(section, ways, cause="frozen", dtype=stayed, facts={}),
+            **explained(section, ways, cause="frozen", dtype=stayed),
         )
 
     @property

@@ -7,7 +7,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
@@ -215,15 +215,14 @@ def _restore_random_numbers(stack: ExitStack, model: nn.Module) -> None:
     stack.enter_context(torch.random.fork_rng(devices=sorted(indices), device_type=kind))
 
 
-def eager() -> AbstractContextManager[Any]:
+def eager() -> Any:
     """Returns a context that runs compiled parts eagerly.
 
     Without dynamo, which is slow to import, there are no compiled parts.
     """
-    context: AbstractContextManager[Any] = nullcontext()
     if "torch._dynamo" in sys.modules:
-        context = torch.compiler.set_stance("force_eager")
-    return context
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
 
 
 # -- formats ---------------------------------------------------------------------------------------
@@ -259,8 +258,8 @@ def listed(names: Sequence[str]) -> str:
     return text
 
 
-def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[list[str]]:
-    """Returns the rows of a table with all cells of a column padded to one width.
+def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[str]:
+    """Returns the rows of a table as lines, with all cells of a column padded to one width.
 
     ``left`` tells which columns are aligned to the left; the others are aligned to the right.
     """
@@ -268,7 +267,7 @@ def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[list[s
     for is_left, *column in zip(left, *table, strict=True):
         width = max(map(len, column))
         formats.append(f"{'<' if is_left else '>'}{width}")
-    return [[*map(format, row, formats)] for row in table]
+    return ["  ".join(map(format, row, formats)).rstrip() for row in table]
 
 
 def to_json(value: Any) -> str:

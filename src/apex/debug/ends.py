@@ -82,13 +82,6 @@ class GradientEnds(Trace):
         super()._leave_step(optimizer)
         self._has_stepped = True
         with suspend_modes():
-            self._has_gradients = self._has_gradients or _has_gradients(optimizer)
-
-
-def _has_gradients(optimizer: Optimizer) -> bool:
-    """Returns whether any gradient of an optimizer's parameters is not 0. Syncs."""
-    for param in params_of(optimizer):
-        # sync: a diagnosis on request
-        if param.grad is not None and bool(param.grad.detach().norm()):
-            return True
-    return False
+            gradients = [param.grad for param in params_of(optimizer)]
+            # sync: a diagnosis on request
+            self._has_gradients |= any(gradient.norm() for gradient in floating(gradients))

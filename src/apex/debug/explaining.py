@@ -190,7 +190,7 @@ class Explanation:
             f"{self.model}: {common.percent(total.low_precision_seconds / seconds)} of the time in "
             f"16 bits; {common.counted(total.casts, 'cast')}, {total.cast_bytes:,} bytes moved",
             "",
-            *("  ".join(line).rstrip() for line in table),
+            *table,
         ]
         if hidden:
             lines.append(f"{hidden} faster rows omitted; to_json() has all.")

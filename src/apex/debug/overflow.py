@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from apex._core.param_groups import params_of
 from apex._engine.optimizer.subclass import prepared_state
 from apex._torch import ranks
-from apex._torch.autograd import backward_id
 from apex.debug import tracing
 from apex.debug.births import FATEFUL, Birth, Births
 from apex.debug.causes import finding_of
@@ -114,11 +113,10 @@ class _Observed:
         inputs = []
         written = set(self.call.written)
         for tensor in floating(self.call.arguments):
-            known = self._overwritten.get(tensor)
-            if known is None and tensor not in written:
-                known = _Input(tensor, tensor, kind_of(tensor))
-            if known is not None:
-                inputs.append(known)
+            if tensor in self._overwritten:
+                inputs.append(self._overwritten[tensor])
+            elif tensor not in written:
+                inputs.append(_Input(tensor, tensor, kind_of(tensor)))
         return inputs
 
 
@@ -150,8 +148,9 @@ class OverflowTrace(Trace):
         self._unwritten = ByMemory[bool]()
         # The birth of the non-finite values in each memory.
         self._born = ByMemory[Birth]()
-        # Largest absolute value of the weights before the first step.
-        self._first_largest: float | None = None
+        # Largest absolute value of the weights before the first step; inf if they are all 0, or
+        # before that step, so that no weight counts as grown.
+        self._first_largest = math.inf
 
     @property
     def first(self) -> Finding | None:
@@ -185,8 +184,8 @@ class OverflowTrace(Trace):
     def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Counts the optimizer's own parameters (masters) as weights, and checks its gradients."""
         self._optimizers.add(optimizer)
-        if self._first_largest is None:
-            self._first_largest = self._largest_weight
+        if self._first_largest == math.inf:
+            self._first_largest = self._largest_weight or math.inf
         if not runs_in_scaler():
             self._check_gradients(optimizer)
         super()._enter_step(optimizer)
@@ -253,16 +252,14 @@ class OverflowTrace(Trace):
             # The scaler has backed off since, and nothing has cleared the gradient.
             if scale < birth.scale:
                 self._add_misuse(call.name, birth.scale, "stale", cause="gradients")
-        self._births.reach_gradient(name, birth, backward=backward_id())
+        self._births.reach_gradient(name, birth)
 
     def _note_memory(self, call: Call, result: Any) -> None:
         """Records which memory holds a weight's cast, and which nothing has written yet."""
         if call.traits.uninitialized and "empty" in call.name:
-            for tensor in floating(result):
-                self._unwritten.note(tensor, True)
+            self._unwritten.note(result, True)
         else:
-            for tensor in call.written:
-                self._unwritten.discard(tensor)
+            self._unwritten.discard(call.written)
         if call.name == "aten._to_copy" and call.args[0] in self._tracker.parameters:
             self._casts.note(result, True)
 
@@ -411,8 +408,6 @@ class OverflowTrace(Trace):
         if not deliberate and not self._in_step:
             measured = self._measured(observed, cause)
         scale, dynamic = self._scaled.loss_scale if is_backward else (1.0, False)
-        # Without a first step, no weight counts as grown.
-        first_largest = self._first_largest or math.inf
         largest = tracing.real(tracing.dense(bad)).amax()
         cause, names, unwritten = self._named_weights(cause, bad, place.module)
         birth = Birth(
@@ -431,7 +426,7 @@ class OverflowTrace(Trace):
             names=names,
             unwritten=unwritten,
             eps=self._eps,
-            grown=self._largest_weight > _GROWTH * first_largest,
+            grown=self._largest_weight > _GROWTH * self._first_largest,
             heaviest=self._heaviest_weight(call),
             scale=scale,
             dynamic=dynamic,
@@ -484,16 +479,13 @@ class OverflowTrace(Trace):
         """Returns the tensors of the models, and of the optimizers that have stepped."""
         held = ByMemory[Held]()
         for item in held_by(self._tracker.models, self._optimizers):
-            for tensor in floating(item.value):
-                held.note(tensor, item)
+            held.note(item.value, item)
         return held
 
     def _role(self, tensor: Tensor) -> str:
         """Returns the role of a tensor in the models and optimizers; ``""`` if it has none."""
         held = self._held().of(tensor)
-        if held is None:
-            return ""
-        return held.role
+        return "" if held is None else held.role
 
     def _is_weight(self, tensor: Tensor) -> bool:
         """Returns whether a tensor is a parameter, a master or a buffer; a mask is no weight."""
@@ -513,18 +505,13 @@ class OverflowTrace(Trace):
         """Returns whether a call belongs to an optimizer step or writes masters to the model."""
         if self._tracker.module[1] or self._tracker.direction == "backward":
             return False
-        if self._in_step:
-            return True
-        return any(map(self._is_weight, call.written))
+        return self._in_step or any(map(self._is_weight, call.written))
 
     def _heaviest_weight(self, call: Call) -> float:
         """Returns the largest absolute value of the parameters, or their casts, that a call got."""
-        held = self._held()
         heaviest = 0.0
         for tensor in floating(call.arguments):
-            owner = held.of(tensor)
-            is_parameter = owner is not None and owner.role in _PARAMETERS
-            if is_parameter or self._casts.of(tensor):
+            if self._role(tensor) in _PARAMETERS or self._casts.of(tensor):
                 heaviest = max(heaviest, tracing.values_of(tensor).largest)
         return heaviest
 

@@ -138,8 +138,7 @@ class Finding(Place):
         return "\n".join(lines)
 
 
-@dataclass(eq=False)
-class Site:
+class Site(NamedTuple):
     """The operator call that created an autograd node.
 
     Attributes:
@@ -252,9 +251,7 @@ class Tracker:
     @property
     def may_stop(self) -> bool:
         """Whether this is the thread that started tracking, outside any backward pass."""
-        if self.direction == "backward":
-            return False
-        return threading.get_ident() == self._thread
+        return self.direction == "forward" and threading.get_ident() == self._thread
 
     @property
     def runs_formula(self) -> bool:
@@ -271,9 +268,7 @@ class Tracker:
         backward, a hook, a recompute). Without a recorded forward, it is the line that started the
         backward pass.
         """
-        line = ""
-        if self.direction == "backward":
-            line = line_within_backward()
+        line = line_within_backward()
         site = self.forward_site
         if site is not None:
             line = line or site.place.location
@@ -369,15 +364,13 @@ _ABOUT_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global h
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Returns the model inside ``torch.compile`` and data-parallel wrappers."""
-    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    while True:
-        if isinstance(model, wrappers):
-            inner = model.module
-        else:
-            inner = getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    attribute = "_orig_mod"
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        attribute = "module"
+    inner = getattr(model, attribute, None)
+    if isinstance(inner, nn.Module):
+        return unwrapped(inner)
+    return model
 
 
 def prefixed(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -446,7 +439,7 @@ def line_within_backward() -> str:
     """Returns the innermost user line of the running backward pass, such as of a hook's.
 
     The search ends at the frames of autograd's Python entry point, which threads of the engine do
-    not have.
+    not have. Without a pass, it finds the innermost line of all.
     """
     kind, line = _innermost("user", "engine")
     if kind == "engine":

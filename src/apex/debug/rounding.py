@@ -230,8 +230,7 @@ class RoundingTrace(GradientEnds):
         """Makes the new weights and the optimizer's state exact, because an iteration has ended."""
         super()._leave_step(optimizer)
         for held in held_by(self._tracker.models, [optimizer]):
-            for tensor in floating(held.value):
-                self._shadows.discard(tensor)
+            self._shadows.discard(held.value)
 
     def _before(self, call: Call) -> ShadowCall | Exception | None:
         """Returns the shadow call if the call writes its arguments, or the error that it raised."""
@@ -254,8 +253,7 @@ class RoundingTrace(GradientEnds):
             if not call.traits.view:
                 outputs = tracing.outputs(call, result)
             if outputs and not self._follow(call, before, result):
-                for tensor in outputs:
-                    self._shadows.discard(tensor)
+                self._shadows.discard(outputs)
             if call.base == "to_copy" and not outputs:
                 self._check_integers(call, result)
             if self._tracker.accumulating is not None:
@@ -401,9 +399,7 @@ class RoundingTrace(GradientEnds):
             op="aten.add",
             kind="underflow",
             what=f"{share:.0f} % of the fp16 gradients are 0 where those in fp32 are not",
-            **explained(
-                "underflow", self._underflow_ways, cause="underflow", dtype="float16", facts={}
-            ),
+            **explained("underflow", self._underflow_ways, cause="underflow", dtype="float16"),
             error=math.sqrt(self._lost_squares / self._squares),
             tolerance=rules.LOST_GRADIENT,
         )

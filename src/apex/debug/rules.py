@@ -86,12 +86,12 @@ MOVES = operators(
 )
 """Operators that only move values, and so lose no more than a cast."""
 
-DIFFERENCES = {"add", "sub", "rsub"}
+DIFFERENCES = operators("add sub rsub")
 
-LINEAR = MOVES | DIFFERENCES | {"mul", "div", "neg", "lerp", "addcmul"}
+LINEAR = MOVES | DIFFERENCES | operators("mul div neg lerp addcmul")
 """Operators that continue a chain; see Note [Chains]."""
 
-SUMS_OF_OPERANDS = DIFFERENCES | {"cat", "stack", "lerp"}
+SUMS_OF_OPERANDS = DIFFERENCES | operators("cat stack lerp")
 """Operators to whose result each input contributes in proportion to its size."""
 
 DECIDED_BY_SECOND = operators(
@@ -100,7 +100,7 @@ DECIDED_BY_SECOND = operators(
 )
 """Operators that decide by their second argument; see Note [Decisions]."""
 
-DECISIONS = operators("""sign sgn round floor ceil trunc heaviside frac amp_update_scale""")
+DECISIONS = operators("sign sgn round floor ceil trunc heaviside frac amp_update_scale")
 """Operators whose result is a decision."""
 
 _SUMS = operators(
@@ -125,7 +125,7 @@ _NORM_BACKWARDS = {
 RESIDUALS = ("mse_loss", "smooth_l1_loss", "huber_loss", "nll_loss")
 """Name prefixes of losses that subtract targets from outputs."""
 
-SOFTMAXES = {"softmax", "log_softmax", "safe_softmax"}
+SOFTMAXES = operators("softmax log_softmax safe_softmax")
 
 
 # -- errors ----------------------------------------------------------------------------------------

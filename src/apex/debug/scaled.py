@@ -15,7 +15,7 @@ from apex.debug.rules import DIFFERENCES, LEAST_NUMBER
 from apex.debug.tracing import ByMemory, Call, floating
 
 _CLAMPS = ("clamp", "minimum", "maximum")
-_COMPARISONS = {"lt", "le", "gt", "ge"}
+_COMPARISONS = tracing.operators("lt le gt ge")
 
 
 class ScaledGradients:
@@ -46,11 +46,8 @@ class ScaledGradients:
 
     def scale_of(self, values: Any) -> float:
         """Returns the scale that the first scaled tensor carries; 1 if none does."""
-        for tensor in floating(values):
-            scale = self._scales.of(tensor)
-            if scale is not None:
-                return scale
-        return 1.0
+        scale = self._scales.of(values)
+        return 1.0 if scale is None else scale
 
     def arrive(self, gradient: Tensor) -> None:
         """Records a gradient that arrives in the running backward pass."""
@@ -75,15 +72,13 @@ class ScaledGradients:
         changed = self._scaled(call.written)
         overwrites = changed and not call.traits.reads_written  # such as zero_
         if overwrites or self._unscales(call, scale) or runs_in_scaler():
-            for tensor in call.written:
-                self._scales.discard(tensor)
+            self._scales.discard(call.written)
             return ""
         compares = call.base in _COMPARISONS and self._meets_unscaled(call)
         if compares or call.base == "local_scalar_dense":
             return "reading"
         if not changed:
-            for tensor in floating(result):
-                self._scales.note(tensor, scale)
+            self._scales.note(result, scale)
         if not self._mixes(call, changed):
             return ""
         is_penalty = call.base in DIFFERENCES and not changed
@@ -104,8 +99,7 @@ class ScaledGradients:
         is_scaled = self.scale_of(call.arguments) != 1.0
         is_result_scaled = is_scaled != self._unscales(call, scale)
         if is_result_scaled:
-            for tensor in tracing.outputs(call, result):
-                self._scales.note(tensor, scale)
+            self._scales.note(tracing.outputs(call, result), scale)
         if is_scaled and call.base.startswith(_CLAMPS) and line_within_backward():
             return "hook"
         return ""
@@ -117,9 +111,7 @@ class ScaledGradients:
         """
         if not isinstance(result, Tensor) or result.numel() != 1:
             return False
-        scale = None
-        for tensor in floating(call.arguments):
-            scale = scale or self._losses.of(tensor)
+        scale = self._losses.of(call.arguments)
         is_scaled_twice = False
         if call.name == "aten.ones_like":  # autograd starts a backward pass this way
             self.loss_scale = scale or self._unseen

@@ -35,14 +35,11 @@ from apex.debug.place import Tracker
 SomeTrace = TypeVar("SomeTrace", bound="Trace")
 Fact = TypeVar("Fact")
 
+_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+
 WIDE = {
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float32: torch.float64,
-    torch.float64: torch.float64,
-    torch.complex32: torch.complex128,
-    torch.complex64: torch.complex128,
-    torch.complex128: torch.complex128,
+    **dict.fromkeys(dtypes.CASTABLE, torch.float64),
+    **dict.fromkeys(_COMPLEX, torch.complex128),
 }
 """The dtypes of values that are checked, and the widest of their kind."""
 
@@ -64,7 +61,7 @@ def operators(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-_OVERWRITES = {"copy", "fill", "zero", "uniform", "normal", "recv", "recv_any_source"}
+_OVERWRITES = operators("copy fill zero uniform normal recv recv_any_source")
 """Operators that write an argument without reading its previous values."""
 
 _RUNNING_STATISTICS = ("running_mean", "running_var")
@@ -79,7 +76,7 @@ _WRITES = {
 }
 """The arguments that operators write, where their schemas say otherwise."""
 
-_SHARING = {"unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"}
+_SHARING = operators("unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chunk")
 """Operators that return views although their schemas do not say so."""
 
 _UNINITIALIZED = ("empty", "new_empty", "resize", "set_")
@@ -415,25 +412,33 @@ def storage(tensor: Tensor) -> UntypedStorage:
 
 
 class ByMemory(Generic[Fact]):
-    """Facts about tensors; all views of a memory share one, and the memory's end removes it."""
+    """Facts about the floating-point tensors in nested values.
+
+    All views of a memory share one fact, and the memory's end removes it.
+    """
 
     def __init__(self) -> None:
         self._facts: MutableMapping[UntypedStorage, Fact] = WeakIdKeyDictionary()
 
-    def of(self, tensor: Tensor) -> Fact | None:
-        """Returns the fact about a tensor's memory; None without one."""
+    def of(self, values: Any) -> Fact | None:
+        """Returns the fact about the first tensor that has one; None without one."""
         # Makes no view without facts: in an optimizer's hook, the trace would see the operator.
-        if not self._facts:
-            return None
-        return self._facts.get(storage(tensor))
+        if self._facts:
+            for tensor in floating(values):
+                fact = self._facts.get(storage(tensor))
+                if fact is not None:
+                    return fact
+        return None
 
-    def note(self, tensor: Tensor, fact: Fact) -> None:
-        """Records a fact about a tensor's memory."""
-        self._facts[storage(tensor)] = fact
+    def note(self, values: Any, fact: Fact) -> None:
+        """Records a fact about each tensor's memory."""
+        for tensor in floating(values):
+            self._facts[storage(tensor)] = fact
 
-    def discard(self, tensor: Tensor) -> None:
-        """Removes the fact about a tensor's memory."""
-        self._facts.pop(storage(tensor), None)
+    def discard(self, values: Any) -> None:
+        """Removes the fact about each tensor's memory."""
+        for tensor in floating(values):
+            self._facts.pop(storage(tensor), None)
 
 
 def kind_of(tensor: Tensor) -> str:

@@ -5,14 +5,12 @@ Source: Salimans and Kingma, "Weight Normalization", arXiv:1602.07868.
 
 from __future__ import annotations
 
-from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils.hooks import RemovableHandle
 
 from apex import _unavailable
 from apex._core import arguments
@@ -89,16 +87,22 @@ class _WeightNorm(nn.Module):
     """``w = g * v / |v|`` for a magnitude ``g`` and a direction ``v``.
 
     Args:
+        name: The weight's name in its module.
         dim: Dimension whose entries each have a norm; -1 for one norm of the whole weight, as in
             torch's function.
+
+    Attributes:
+        parts: apex's names of the weight's parts, with their paths in torch.
+        loading: Handle of the hook that loads state dicts with apex's names.
     """
 
-    # Of the hook that loads state dicts with apex's names.
-    loading: RemovableHandle
+    loading: Any
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, name: str, dim: int) -> None:
         super().__init__()
         self.dim = dim
+        path = f"parametrizations.{name}.original"
+        self.parts = {f"{name}_g": f"{path}0", f"{name}_v": f"{path}1"}
 
     def forward(self, magnitude: Tensor, direction: Tensor) -> Tensor:
         """Returns the weight."""
@@ -107,6 +111,12 @@ class _WeightNorm(nn.Module):
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Returns magnitude and direction of a weight."""
         return torch.norm_except_dim(weight, 2, self.dim), weight
+
+    def rename(self, _: nn.Module, state_dict: dict[str, Any], prefix: str, *__: object) -> None:
+        """Renames a state dict's keys such as ``weight_g`` to torch's."""
+        for part, path in self.parts.items():
+            if prefix + part in state_dict:
+                state_dict[prefix + path] = state_dict.pop(prefix + part)
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -130,36 +140,21 @@ def _new_norm(module: nn.Module, name: str, dim: int | None) -> _WeightNorm | No
     if dims < 2 or isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
         return None
     if dim is None:
-        return _WeightNorm(-1)
+        return _WeightNorm(own_name, -1)
     if not -dims <= dim < dims:
         raise ValueError(
             f"{name!r} has {dims} dimensions, so dim={dim!r} is out of range. Pass one of {-dims} "
             f"to {dims - 1}, or None for one norm of the whole weight."
         )
-    return _WeightNorm(dim % dims)
+    return _WeightNorm(own_name, dim % dims)
 
 
 def _normalize(owner: Any, name: str, norm: _WeightNorm) -> None:
     parametrize.register_parametrization(owner, name, norm, unsafe=True)
     # torch has given this module a separate class, so the properties affect no other module.
-    for part, path in _parts(name).items():
+    for part, path in norm.parts.items():
         setattr(type(owner), part, property(attrgetter(path)))
-    norm.loading = owner.register_load_state_dict_pre_hook(partial(_rename_parts, name))
-
-
-def _parts(name: str) -> dict[str, str]:
-    """Returns apex's names of a weight's parts, with their paths in torch."""
-    path = f"parametrizations.{name}.original"
-    return {f"{name}_g": f"{path}0", f"{name}_v": f"{path}1"}
-
-
-def _rename_parts(
-    name: str, _: nn.Module, state_dict: dict[str, Any], prefix: str, *__: object
-) -> None:
-    """Renames a state dict's keys such as ``weight_g`` to torch's."""
-    for part, path in _parts(name).items():
-        if prefix + part in state_dict:
-            state_dict[prefix + path] = state_dict.pop(prefix + part)
+    norm.loading = owner.register_load_state_dict_pre_hook(norm.rename)
 
 
 def _norms_of(owner: nn.Module) -> dict[str, _WeightNorm]:
@@ -180,8 +175,9 @@ def _remove(owner: Any, name: str) -> None:
             f"{name!r} of {type(owner).__name__} has parametrizations other than apex's. Remove "
             "them together with torch.nn.utils.parametrize.remove_parametrizations."
         )
-    _norms_of(owner)[name].loading.remove()
-    for part in _parts(name):
+    norm = _norms_of(owner)[name]
+    norm.loading.remove()
+    for part in norm.parts:
         delattr(type(owner), part)
     value = getattr(owner, name)
     parametrize.remove_parametrizations(owner, name)

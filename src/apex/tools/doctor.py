@@ -98,7 +98,7 @@ def examine(device: torch.device) -> Health:
             speeds[name] = _measured(measured)
     load = current_load()
     level, advice = advise(speeds[str(device)], str(device), load)
-    emulated = [emulation(dtype) for dtype in (torch.float16, torch.bfloat16)]
+    emulated = [*map(emulation, dtypes.LOW_PRECISION)]
     if device.type == "cpu" and all(emulated):
         level = "O0"
         advice = (
@@ -184,7 +184,7 @@ def _mean(by_work: Mapping[str, float | None]) -> float:
 
 def _measured(device: torch.device) -> Speeds:
     speeds = {}
-    for dtype in (torch.float16, torch.bfloat16):
+    for dtype in dtypes.LOW_PRECISION:
         times_by_work = operator_seconds(dtype, device)
         by_work = {work: speed_of(times) for work, times in times_by_work.items()}
         speeds[dtypes.name(dtype)] = by_work

@@ -85,7 +85,7 @@ class ScriptTrace(OverflowTrace):
             first=self.first,
             steps_before=births.steps if first is None else first.steps,
             certain=births.certain,
-            harmless=first is not None and first.limited and not births.reached(first),
+            harmless=first is not None and first.limited and first not in births.reached,
             gradients=tuple(births.gradients),
             operators=births.time,
             steps=births.steps,

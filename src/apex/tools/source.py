@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import difflib
-import io
+import importlib.util
 import re
-import tokenize
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -36,9 +35,7 @@ def read(path: Path) -> str:
     if path.exists() and not path.is_file():  # reading a pipe waits for its writer
         raise InputError(f"{path} cannot be read: it is not a file.")
     try:
-        data = path.read_bytes()
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-        return data.decode(encoding)
+        return importlib.util.decode_source(path.read_bytes())
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}.") from error
     # LookupError: a codec such as rot13, which does not decode bytes to text.
@@ -80,8 +77,7 @@ def python_2(error: BaseException) -> str:
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Returns a question that suggests the most similar public name; empty if none is similar."""
-    public_names = [public for public in names if not public.startswith("_")]
-    by_lower_case = {public.lower(): public for public in public_names}
+    by_lower_case = {public.lower(): public for public in names if not public.startswith("_")}
     similar = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.75)
     if not similar:
         return ""

@@ -42,7 +42,7 @@ class Chart(NamedTuple):
 
 def charts(comparison: Comparison) -> list[Chart]:
     """Returns the charts of the loss and of its difference from fp32's, without empty ones."""
-    losses: dict[str, Sequence[float]] = {BASELINE: ()}
+    losses: dict[str, Sequence[float]] = {}
     for result in comparison.results:
         if result.training is not None:  # up to a loss that is not finite
             finite = itertools.takewhile(math.isfinite, result.training.losses)

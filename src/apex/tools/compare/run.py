@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,7 +44,7 @@ class Options:
     rounds: int
     seed: int
     device: torch.device
-    patience: float = math.inf
+    patience: float
 
 
 PATIENCE = 60.0
@@ -137,25 +136,20 @@ class _Run:
 
     def _seconds_to_train(self, name: str) -> float:
         """Returns the seconds of all steps on an idle CPU, estimated from the first step."""
-        step = self._step(self._prepared(name))
+        step = self._step(name)
         start = time.thread_time()  # not the time that other programs take
         step()
         return (time.thread_time() - start) * len(self.batches)
 
     def time(self) -> None:
         """Times the levels' alternating steps, unless no level trains as well as fp32."""
-        baseline = self.results[BASELINE]
-        names = []
-        sound = []
-        for result in self.results.values():
-            if result.training is not None and not result.emulated:
-                names.append(result.name)
-                if result is not baseline and not fault(result, baseline):
-                    sound.append(result.name)
-        if not sound:
+        trained = [result for result in self.results.values() if result.training is not None]
+        timed = [result for result in trained if not result.emulated]
+        baseline, *others = timed
+        if all(fault(result, baseline) for result in others):
             return
         try:
-            steps = {name: self._step(self._prepared(name)) for name in names}
+            steps = {result.name: self._step(result.name) for result in timed}
             times_by_level = time_interleaved(steps, self._turns(), self._options.device)
             for name, times in times_by_level.items():
                 self._put(name, times=times)
@@ -198,8 +192,9 @@ class _Run:
         seed_all(self._options.seed)
         return prepared
 
-    def _step(self, trainer: Trainer) -> timing.Work:
-        """Returns a function that trains on the first batch."""
+    def _step(self, name: str) -> timing.Work:
+        """Returns a function that trains at the named level on the first batch."""
+        trainer = self._prepared(name)
         batch = training.to_device(self.batches[0], self._options.device)
 
         def step() -> None:

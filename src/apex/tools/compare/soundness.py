@@ -74,13 +74,6 @@ class Excess:
         """The standard error relative to fp32's loss; 0 if that is 0."""
         return self.error / self.size if self.size else 0.0
 
-    @property
-    def is_steady(self) -> bool:
-        """Whether the difference is above 0 beyond chance; see Note [Paired differences]."""
-        is_frequent = self.worse >= LEAST_WORSE * self.steps
-        is_large = self.mean > LEAST_ERRORS * self.error
-        return is_frequent and is_large
-
 
 def excess(losses: Sequence[float], fp32: Sequence[float]) -> Excess | None:
     """Returns a level's excess over fp32 at the end of ``losses``; None without finite pairs."""
@@ -142,12 +135,15 @@ def _loss_faults(record: Training, base: Training, dtype: torch.dtype) -> Iterat
     error that comes from rounding the outputs to the level's dtype.
     """
     loss = excess(record.losses, base.losses)
-    if loss is None or not loss.is_steady:
+    if loss is None:
         return
     behind = record.skipped * loss.fall
     rounding = (torch.finfo(dtype).eps / 2) ** 2 * abs(base.losses[0])
     allowed = max(MOST_EXCESS * loss.size, rounding)
-    if loss.mean > allowed + behind:
+    is_large = loss.mean > allowed + behind
+    is_certain = loss.mean > LEAST_ERRORS * loss.error
+    is_frequent = loss.worse >= LEAST_WORSE * loss.steps
+    if is_large and is_certain and is_frequent:
         figures = (
             f"loss {loss.fp32 + loss.mean:.4g}, against {loss.fp32:.4g} in fp32: {loss.share:.1%} "
             f"higher on the same batches (standard error {loss.share_error:.1%}), in {loss.worse} "

@@ -71,7 +71,7 @@ def table_text(table: Table) -> str:
     headings = [column.heading for column in columns]
     is_left = [column.is_left for column in columns]
     rows = [[cells[name] for name in table.columns] for _, cells in table.rows]
-    lines = ["  ".join(row).rstrip() for row in aligned([headings, *rows], is_left)]
+    lines = aligned([headings, *rows], is_left)
     rule = "-" * len(lines[0])
     lines.insert(1, rule)
     return "\n".join(lines)
@@ -105,9 +105,12 @@ def _cells(result: Result, comparison: Comparison) -> dict[str, str]:
 
 
 def _training_cells(record: Training, base: Training | None) -> dict[str, str]:
-    cells = {"loss": "diverged"}
-    cells["saved"] = size(record.saved_bytes)
-    cells["stored"] = f"{record.stored.per_param:.1f}"
+    cells = {
+        "loss": "diverged",
+        "saved": size(record.saved_bytes),
+        "stored": f"{record.stored.per_param:.1f}",
+        "skipped": f"{record.skipped} of {len(record.losses)}",
+    }
     loss = end_loss(record.losses)
     if math.isfinite(loss):
         cells["loss"] = f"{loss:.4g}"
@@ -117,7 +120,6 @@ def _training_cells(record: Training, base: Training | None) -> dict[str, str]:
             apart = 100 * difference.share
             error = 100 * difference.share_error
             cells["apart"] = f"{apart:+.2g} ± {error:.1g}"
-    cells["skipped"] = f"{record.skipped} of {len(record.losses)}"
     if record.evaluation is not None:
         cells["evaluation"] = f"{record.evaluation:.4g}"
     if record.frozen is not None:

@@ -40,7 +40,6 @@ PARTS: Mapping[str, Any] = {
     "loss": Callable,
 }
 """The parts of a target, in the order of a tuple, with their types."""
-
 _NAMES = "model, optimizer, batches and loss"
 _HELP = "See apex compare --help."
 
@@ -63,7 +62,7 @@ class Experiment:
     optimizer: Optimizer
     batches: Iterable[Any]
     loss: Callable[[nn.Module, Any], Tensor]
-    evaluate: Callable[[nn.Module], Any] | None = None
+    evaluate: Callable[[nn.Module], Any] | None
 
 
 Build = Callable[[], Experiment]

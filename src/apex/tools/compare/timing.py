@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -109,8 +110,7 @@ def speed_of(times: Sequence[float], base: Sequence[float]) -> Interval | None:
 
     Times are divided round by round, so that a load on a whole round cancels.
     """
-    rounds = zip(times, base, strict=False)
-    ratios = [base_time / level_time for level_time, base_time in rounds]
+    ratios = [*map(operator.truediv, base, times)]
     if len(ratios) < LEAST_ROUNDS:
         return None
     return median_interval(ratios)

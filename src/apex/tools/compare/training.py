@@ -209,9 +209,8 @@ def stored(model: nn.Module, optimizer: Optimizer) -> Stored:
     weights = storages(model.parameters())
     masters = storages(amp.master_params(optimizer))
     state = storages(tree.tensors([*optimizer.state.values()]))
-    sizes = [param.numel() for param in model.parameters()]
     return Stored(
-        params=sum(sizes),
+        params=sum(map(Tensor.numel, model.parameters())),
         model=sum(weights.values()),
         masters=_new_bytes(masters, weights),
         optimizer=_new_bytes(state, weights | masters),

@@ -97,9 +97,8 @@ class _Candidate:
         share = self.saved / self.base.memory
         return f"{self.speed}, {share:.0%} less memory ({size(self.saved)})"
 
-    @property
     def preference(self) -> tuple[bool, bool]:
-        """A key that sorts the simplest of equally fast levels first."""
+        """Returns a key that sorts the simplest of equally fast levels first."""
         return not self.result.level.casts, self.result.level.dtype is torch.float16
 
 
@@ -174,7 +173,7 @@ def _judged(comparison: Comparison, candidates: Sequence[_Candidate]) -> _Judged
     unclear = [candidate for candidate in timed if candidate.is_faster is None]
     if gaining:
         ties = _fastest_and_ties(gaining, comparison)
-        best = min(ties, key=lambda candidate: candidate.preference)
+        best = min(ties, key=_Candidate.preference)
         ties.remove(best)
         text = (
             f"Use {best.result.name} ({best.result.level.meaning}): {best.facts}, and a final loss "

@@ -199,12 +199,13 @@ def _full_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
     full_names = {}
     for node in nodes:
         for name, bound in bound_by(node):
-            if isinstance(bound, Imported) and is_of_apex(bound.module):
-                full_names[name] = str(bound)
-            elif isinstance(bound, Imported) and bound.module:
-                full_names.setdefault(name, str(bound))
+            full_name = ""
+            if isinstance(bound, Imported) and bound.module:
+                full_name = str(bound)
+            if is_of_apex(full_name):
+                full_names[name] = full_name
             else:
-                full_names.setdefault(name, "")
+                full_names.setdefault(name, full_name)
     return full_names
 
 

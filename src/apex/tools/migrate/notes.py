@@ -24,15 +24,12 @@ OPTIMIZER = "optimizer."
 """Prefix for the attributes that amp and apex's wrappers add to optimizers."""
 
 NOTES = dict(_rows("notes"))
-"""Notes on names of apex."""
+"""Notes on names of apex, and on those of other libraries that do something else today."""
 
 OPTIMIZERS = dict(_rows("optimizers"))
 """Notes on attributes of optimizers, with their prefix."""
 
-CHANGED = dict(_rows("changed"))
-"""Notes on names of other libraries that do something else today."""
-
-GONE = {**dict(_rows("fails")), **{name: f"Use {use}." for name, use in INSTEAD.items()}}
+GONE = dict(_rows("fails")) | {name: f"Use {use}." for name, use in INSTEAD.items()}
 """What to do about names that are gone, here or in other libraries, and calls that always raise."""
 
 IDLE = {name: words.split() for name, words in _DATA["idle"].items()}

@@ -7,10 +7,9 @@ import os
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from apex.tools.errors import InputError
 from apex.tools.migrate.names import is_worth_parsing, names
@@ -56,10 +55,6 @@ class Migration:
         """The number of uses by verdict."""
         counts = Counter(use.verdict for use in self.uses)
         return {verdict: counts[verdict] for verdict in ("works", "note", "not supported")}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns every use, the unread files, and the counts, as ``--json`` writes them."""
-        return {**asdict(self), "counts": self.counts}
 
     def __str__(self) -> str:
         """Returns a paragraph per file, the unread files, and the counts."""

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from apex.tools.migrate.definitions import Definition, bindings, definition_of, parameters
 from apex.tools.migrate.names import Name
-from apex.tools.migrate.notes import CHANGED, GONE, IDLE, NOTES, OPTIMIZERS, nearest
+from apex.tools.migrate.notes import GONE, IDLE, NOTES, OPTIMIZERS, nearest
 from apex.tools.source import did_you_mean
 
 Kind = Literal["works", "note", "not supported"]
 
-_NOTES = {**NOTES, **OPTIMIZERS, **CHANGED}
+_NOTES = NOTES | OPTIMIZERS
 
 _FORK = " If it comes from a fork, keep that fork."
 
