@@ -126,17 +126,6 @@ def first_overflow(level):
 # -- averages and targets ------------------------------------------------------------------------
 
 
-def average_of_state_dicts(level):
-    model, optimizer = pair_at(level)
-    average = {name: value.clone() for name, value in model.state_dict().items()}
-
-    def update():
-        for name, value in model.state_dict().items():
-            average[name].mul_(0.9).add_(value, alpha=0.1)
-
-    fit(model, optimizer, update)
-
-
 def average_by_shadows(level):
     """As in many scripts: with a swap by ``data`` for evaluation, and back."""
     model, optimizer = pair_at(level)
@@ -152,16 +141,6 @@ def average_by_shadows(level):
             model(X)
         for name, param in model.named_parameters():
             param.data.copy_(kept[name])
-
-
-def average_of_masters(level):
-    model, optimizer = pair_at(level)
-    average = [param.detach().clone() for param in amp.master_params(optimizer)]
-
-    def update():
-        torch._foreach_lerp_(average, [*amp.master_params(optimizer)], 0.1)
-
-    fit(model, optimizer, update)
 
 
 def masters_written_by_hand(level):

@@ -6,7 +6,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from tests.support import loops
@@ -159,21 +158,6 @@ def test_gradients_of_a_block_with_a_graph_train_through_double_backward(level, 
     for stepped, param in zip(params, plain.parameters(), strict=True):
         bound = eps * param.grad.abs().max()
         torch.testing.assert_close(stepped.grad.float(), param.grad, rtol=eps, atol=bound)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointed_layers_give_the_gradients_of_plain_ones(level, use_reentrant):
-    x, y = loops.batch()
-    x.requires_grad_()
-    found = []
-    checkpointed = loops.Body(
-        lambda self, x: checkpoint(self.net, x, use_reentrant=use_reentrant), net=loops.net()
-    )
-    for net in (loops.net(), checkpointed):
-        model, optimizer = loops.prepared(level, model=net)
-        loops.backward(model, optimizer, x, y)
-        found.append(loops.grads(amp.master_params(optimizer)))
-    assert loops.same(*found)
 
 
 # -- exceptions ------------------------------------------------------------------------------
