@@ -7,12 +7,9 @@ import random
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex import amp
-from apex._torch.dispatcher import weight_cache_is_safe
-from tests.support import ranks
 from tests.support.loops import in_a_thread, prepared, scaled_backward
 
 LOW = {"O1": torch.float16, "O4": torch.bfloat16}
@@ -271,33 +268,6 @@ class Twice(nn.Linear):
         with torch.set_grad_enabled(self.training):
             first = super().forward(x)
         return super().forward(x) + first.detach()
-
-
-class Casts(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._to_copy.default
-        return func(*args, **kwargs or {})
-
-
-def casts_of_two_forwards():
-    layer = nn.Linear(2, 2, bias=False)
-    model = amp.initialize(nn.Sequential(layer, layer), opt_level="O4", verbosity=0)
-    counts = []
-    for _ in range(2):  # the second time, a step in between changes the weight
-        with Casts() as casts:
-            model(torch.ones(1, 2, dtype=torch.bfloat16))
-        counts.append(casts.count)
-        layer.weight.grad = torch.ones(2, 2)
-        layer.register_forward_hook(lambda *_: torch.optim.SGD(layer.parameters()).step())
-    return counts
-
-
-@pytest.mark.skipif(not weight_cache_is_safe, reason="the weight cache loses gradients: it is off")
-def test_a_weight_that_a_forward_uses_twice_is_cast_once_but_again_after_a_step():
-    """In a process without float64 data, whose kernels cast each time."""
-    assert ranks.in_new_process(casts_of_two_forwards) == [1, 2]
 
 
 def test_a_weight_first_used_without_grad_gets_its_gradient():

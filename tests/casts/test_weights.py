@@ -214,35 +214,6 @@ def test_averages_are_swapped_in_for_an_evaluation_and_back(mode, held, level):
     compare(scenario, level)
 
 
-def test_finite_differences_are_exact(level):
-    def scenario(model, optimizer):
-        values = []
-        for step in (0.25, -0.5, 0.25):
-            model.first.weight.data[1, 1] += step
-            values.append(model(X).sum().detach())
-        return values
-
-    compare(scenario, level)
-
-
-def test_both_passes_of_sam_see_their_weights(level):
-    def scenario(model, optimizer):
-        first = model(X).square().sum()
-        first.backward()
-        away = grads(model.parameters())
-        for param, grad in zip(model.parameters(), away, strict=True):
-            param.data.add_(grad, alpha=0.125)
-        optimizer.zero_grad()
-        second = model(X).square().sum()
-        second.backward()
-        for param, grad in zip(model.parameters(), away, strict=True):
-            param.data.sub_(grad, alpha=0.125)
-        optimizer.step()
-        return [first, second, *grads(model.parameters()), model(X)]
-
-    compare(scenario, level)
-
-
 def test_functional_calls_use_the_weights_that_they_get(level):
     def scenario(model, optimizer):
         def loss(params, x):

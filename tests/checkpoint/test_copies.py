@@ -213,17 +213,6 @@ def test_an_optimizer_alone_is_plain_and_its_state_loads_back(level, way):
     assert loops.same(optimizer.state_dict(), expected)
 
 
-def test_copies_that_are_prepared_again_train_as_the_originals(level):
-    pair = pair_trained(level, loops.sgd)
-    scales = amp.state_dict()
-    again = amp.initialize(*copy.deepcopy(pair), opt_level=level, verbosity=0)
-    state = amp.state_dict()
-    amp.load_state_dict(dict.fromkeys(state, scales["loss_scaler0"]))
-    for trained in (pair, again):
-        step(*trained, loops.batch()[0])
-    assert loops.same(dict(pair[0].state_dict()), dict(again[0].state_dict()))
-
-
 @pytest.mark.parametrize("elsewhere", [False, True])
 @every_way
 def test_a_copy_has_the_weights_that_were_written_since_the_last_step(way, elsewhere):

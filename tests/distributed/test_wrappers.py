@@ -172,21 +172,6 @@ def test_a_pass_through_the_model_of_another_optimizer_trains_as_one_process(on_
         torch.testing.assert_close(*map(torch.tensor, found), rtol=2.0**-6, atol=2.0**-6)
 
 
-def zero_in_place(rank, level, views):
-    model, optimizer = prepare(level, seed=rank)
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=views)
-    for step in range(3):
-        backward(parallel, optimizer, *rank_batch(rank, step))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    return state(model, optimizer)
-
-
-def test_gradients_in_buckets_can_be_zeroed_in_place(on_two_ranks, level):
-    first, second = on_two_ranks(zero_in_place, level, True)
-    assert first == second == on_two_ranks(zero_in_place, level, False)[0]
-
-
 HOOKS = {
     "fp16": lambda wrapper: wrapper.register_comm_hook(None, default_hooks.fp16_compress_hook),
     "fp32": reduce_in_fp32,
