@@ -45,9 +45,7 @@ class NestedNet(nn.Module):
 
 
 def step(model, optimizer, x):
-    optimizer.zero_grad()
-    loops.scaled_backward(model(x).float().square().mean(), optimizer)
-    optimizer.step()
+    loops.descend(model(x).float().square().mean(), optimizer)
 
 
 def pair_trained(level, make_optimizer=loops.OPTIMIZERS["Adam"]):

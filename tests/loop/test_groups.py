@@ -103,9 +103,7 @@ def test_a_group_that_a_script_fills_with_the_models_parameters_steps_masters(le
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_weight_that_moves_to_another_optimizer_is_trained_and_cleared_by_that(
-    level, set_to_none
-):
+def test_a_weight_that_moves_to_another_optimizer_is_trained_by_it(level, set_to_none):
     model = loops.net()
     optimizers = [loops.fused_adamw_of(part.parameters()) for part in (model[0], model[2])]
     amp.initialize(model, optimizers, opt_level=level, loss_scale=64.0, verbosity=0)

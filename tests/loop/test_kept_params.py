@@ -84,9 +84,7 @@ class SlowWeights(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("is_new", [False, True])
-def test_state_that_an_optimizer_makes_for_a_later_group_has_the_dtype_of_what_it_steps(
-    level, is_new
-):
+def test_state_made_for_a_later_group_has_the_dtype_of_what_is_stepped(level, is_new):
     model = loops.net()
     optimizer = SlowWeights(model[0].parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)

@@ -51,9 +51,7 @@ def test_scale_1_gives_the_loss_itself_and_an_empty_list_only_scales():
 def test_an_fp16_loss_overflows_at_the_first_scale_and_then_trains():
     model, optimizer = loops.one_weight("O1")
     for weight in (1.0, 0.875):
-        loops.scaled_backward(model.weight.sum().half(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        loops.descend(model.weight.sum().half(), optimizer)
         assert (model.weight, loops.loss_scale()) == (weight, 2.0**15)
 
 

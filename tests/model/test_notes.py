@@ -8,7 +8,7 @@ from torch import nn
 
 from apex import amp
 from tests.model.nets import LOW, converted
-from tests.support.loops import Body, at_levels, scaled_backward
+from tests.support.loops import Body, at_levels, descend
 
 level = at_levels("O2", "O3", "O5")
 
@@ -21,9 +21,7 @@ def train_prepared(model, steps=4, level="O5", after=lambda model: None, lr=0.1,
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
     for _ in range(steps):
-        optimizer.zero_grad()
-        scaled_backward(model(torch.ones(2, 4)).float().mean(), optimizer)
-        optimizer.step()
+        descend(model(torch.ones(2, 4)).float().mean(), optimizer)
         after(model)
     return model, optimizer
 
