@@ -49,9 +49,10 @@ def test_the_newest_live_session_s_casts_are_on(levels, first):
         assert product() is (LOW[names[-1]] if names else torch.float32)
 
 
-@pytest.mark.parametrize(
-    "then", [lambda held: held[0](torch.ones(1, 2)), lambda held: amp.restore(*held)]
-)
+NEXT = [lambda held: held[0](torch.ones(1, 2)), lambda held: amp.restore(*held)]
+
+
+@pytest.mark.parametrize("then", NEXT)
 @pytest.mark.parametrize("ended", ["in a block", "in a thread"])
 @pytest.mark.parametrize("level", ["O0", "O5"])
 def test_casts_that_ended_elsewhere_go_at_the_next_call_of_any_model(level, ended, then):

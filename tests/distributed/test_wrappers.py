@@ -74,16 +74,16 @@ def accumulate_in_a_part(rank, level, wrap, compiled):
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    ("level", "wrap", "compiled"),
-    [
-        ("O1", "torch", False),
-        ("O2", "torch", False),
-        ("O2", "torch", True),
-        ("O5", "torch", False),
-        ("O2", "apex delayed", False),
-    ],
-)
+PARTS = [
+    ("O1", "torch", False),
+    ("O2", "torch", False),
+    ("O2", "torch", True),
+    ("O5", "torch", False),
+    ("O2", "apex delayed", False),
+]
+
+
+@pytest.mark.parametrize(("level", "wrap", "compiled"), PARTS)
 def test_a_model_with_a_wrapped_part_trains_as_a_wrapped_model(on_two_ranks, level, wrap, compiled):
     first, second = on_two_ranks(accumulate_in_a_part, level, wrap, compiled)
     assert first == second == on_two_ranks(accumulate_eager, level)[0]
@@ -267,9 +267,10 @@ def test_a_single_rank_may_wrap_before_or_after_initialize(level, option):
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("level", "wrap"), [("O0", "torch"), ("O4", "torch"), ("O5", "apex delayed")]
-)
+MAY_BE_FIRST = [("O0", "torch"), ("O4", "torch"), ("O5", "apex delayed")]
+
+
+@pytest.mark.parametrize(("level", "wrap"), MAY_BE_FIRST)
 def test_a_wrapper_that_sends_late_or_keeps_dtypes_may_be_made_first(on_two_ranks, level, wrap):
     first, second = on_two_ranks(wrapped_first, level, wrap, False)
     assert not isinstance(first, str)

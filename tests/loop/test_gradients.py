@@ -257,9 +257,10 @@ class KeepsItsLoss(loops.Weights):
         self.loss = super().forward(**factors)
 
 
-@pytest.mark.parametrize(
-    "kind", [*PASSES, "of one forward", "after all forwards", "kept by the model", "of a part"]
-)
+KINDS = [*PASSES, "of one forward", "after all forwards", "kept by the model", "of a part"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @masters
 def test_many_small_gradients_add_up_in_fp32(level, kind):
     """In 16 bits, a sum of 300 would stand still at 256, or be 7 % off."""

@@ -177,10 +177,10 @@ def fail(model, optimizer, *, early=False, clears=False, **options):
         block()
 
 
-@pytest.mark.parametrize(
-    ("level", "early"),
-    [(level, True) for level in loops.LEVELS_SHORT] + [("O1", False), ("O2", False)],
-)
+EXITS = [(level, True) for level in loops.LEVELS_SHORT] + [("O1", False), ("O2", False)]
+
+
+@pytest.mark.parametrize(("level", "early"), EXITS)
 def test_after_an_exception_inside_all_goes_on_as_if_nothing_had_happened(level, early):
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"])
     loop = Loop(level, loops.net().parameters(), loops.OPTIMIZERS["Adam"])

@@ -268,20 +268,20 @@ def test_gradients_that_all_underflow_are_named_with_a_remedy(trace):
     check(traced, cli.NOT_FINITE, "`apex trace --digits` looks for these.")
 
 
+CUTS = [
+    (
+        "net[1](net[0](x).detach()).sum()",
+        "backward passes end in Linear[1].\n{line}\n{source}\nWhat comes before it is data, "
+        "detached, frozen, or an integer.\nGradients reach Linear[1]:bias, Linear[1]:weight, ",
+    ),
+    ("(net(x).round().int() * scale).sum()", "backward passes end outside the model.\n{line}"),
+    ("net(x).sum().detach().requires_grad_()", "no operator ran backward, as if the loss were"),
+    ("net.requires_grad_(False)(x).sum() * scale", "backward passes end outside the model.\n"),
+]
+
+
 @pytest.mark.parametrize("option", ["--digits", "--updates"])
-@pytest.mark.parametrize(
-    ("cut", "said"),
-    [
-        (
-            "net[1](net[0](x).detach()).sum()",
-            "backward passes end in Linear[1].\n{line}\n{source}\nWhat comes before it is data, "
-            "detached, frozen, or an integer.\nGradients reach Linear[1]:bias, Linear[1]:weight, ",
-        ),
-        ("(net(x).round().int() * scale).sum()", "backward passes end outside the model.\n{line}"),
-        ("net(x).sum().detach().requires_grad_()", "no operator ran backward, as if the loss were"),
-        ("net.requires_grad_(False)(x).sum() * scale", "backward passes end outside the model.\n"),
-    ],
-)
+@pytest.mark.parametrize(("cut", "said"), CUTS)
 def test_the_place_where_gradients_end_is_named(trace, option, cut, said):
     body = f"""
         net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
