@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.distributed, shards_on_cpu]
 POLICIES = {
     "fp32": {},
     "bf16": {"param_dtype": torch.bfloat16},
-    "bf16, summed in fp32": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
     "fp16": {"param_dtype": torch.float16},
 }
 STEPS = 4
