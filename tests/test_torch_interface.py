@@ -62,9 +62,8 @@ def test_private_modules_that_tests_import_are_those_of_their_readme():
                 found.update(f"{node.module}.{alias.name}" for alias in node.names)
     found = {name.removeprefix("apex.") for name in found if name.startswith("apex._")}
     listed = re.findall(r"`(_[a-z_.]+)`", (folder / "README.md").read_text(encoding="utf-8"))
-    assert {module for module in listed if any(name.startswith(module) for name in found)} == {
-        *listed
-    }
+    used = {module for module in listed if any(name.startswith(module) for name in found)}
+    assert used == {*listed}
     assert [name for name in sorted(found) if not name.startswith(tuple(listed))] == []
 
 

@@ -60,9 +60,8 @@ def fake(value, device):
 def result(call, dtypes, device):
     """Returns the dtype that comes out, or ``"raises"``."""
     args = convert(call.args, *dtypes)
-    mode = (
-        contextlib.nullcontext() if device == "cpu" else FakeTensorMode(allow_non_fake_inputs=True)
-    )
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = contextlib.nullcontext() if device == "cpu" else fakes
     with mode:
         if device != "cpu":
             args = fake(args, device)

@@ -11,10 +11,8 @@ from tests.support.loops import prepared, scaled_backward
 
 LOW = {"O1": torch.float16, "O4": torch.bfloat16}
 LEVELS = pytest.mark.parametrize(("level", "low"), LOW.items(), ids=LOW)
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:index_reduce.. is in beta:UserWarning",
-    "ignore:Sparse (CSR tensor|invariant checks):UserWarning",
-)
+SPARSE_NEWS = "ignore:Sparse (CSR tensor|invariant checks):UserWarning"
+pytestmark = pytest.mark.filterwarnings(SPARSE_NEWS)
 ROWS, PLACES = torch.tensor([2, 0]), torch.tensor([[0, 1], [1, 0]])
 MASK = torch.tensor([[True, False], [False, True], [True, True]])
 
@@ -62,19 +60,11 @@ def assigned_by_mask(base, low):
 
 
 WRITES = {
-    "index_add_": lambda base, low: base.index_add_(0, ROWS, low),
     "index_add": lambda base, low: base.index_add(0, ROWS, low, alpha=2),
-    "index_copy_": lambda base, low: base.index_copy_(0, ROWS, low),
-    "index_put_": lambda base, low: base.index_put_((ROWS,), low),
     "index_put_accumulate": lambda base, low: base.index_put((ROWS,), low, accumulate=True),
-    "index_reduce_": lambda base, low: base.index_reduce_(0, ROWS, low, "amax"),
-    "masked_scatter_": lambda base, low: base.masked_scatter_(MASK, low),
     "masked_scatter": lambda base, low: torch.masked_scatter(base, MASK, low),
     "masked_fill": lambda base, low: base.masked_fill(MASK, low.sum()),
     "scatter_": lambda base, low: base.scatter_(0, PLACES, low),
-    "scatter_add_": lambda base, low: base.scatter_add_(0, PLACES, low),
-    "scatter_reduce_": lambda base, low: base.scatter_reduce_(0, PLACES, low, "sum"),
-    "put_": lambda base, low: base.put_(ROWS, low[0]),
     "slice_scatter": lambda base, low: base.slice_scatter(low, 0, 0, 2),
     "lerp_": lambda base, low: base[:2].lerp_(low, 0.25),
     "assignment": assigned,

@@ -47,9 +47,7 @@ OF_PRODUCTS = [
 
 
 @pytest.mark.parametrize("function", OF_PRODUCTS)
-def test_functions_made_of_matrix_products_are_fp32_with_their_gradients(
-    region, low, device, function
-):
+def test_functions_made_of_products_are_fp32_and_so_their_gradients(region, low, device, function):
     values = torch.tensor([[2.0, 1.0, 0.5], [0.25, 3.0, 1.0], [1.0, 0.5, 4.0]], device=device)
     for dtype in (torch.float32, low):
         x = values.to(dtype, copy=True).requires_grad_()

@@ -99,9 +99,7 @@ def test_a_row_is_its_operator_on_explicitly_cast_arguments(device, category):
 
 
 def faked(args, device):
-    return tree_map_only(
-        Tensor, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device), args
-    )
+    return tree_map_only(Tensor, functools.partial(torch.empty_like, device=device), args)
 
 
 def called_on(device, row, args, kwargs):

@@ -7,12 +7,9 @@ import random
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex import amp
-from apex._torch.dispatcher import weight_cache_is_safe
-from tests.support import ranks
 from tests.support.loops import in_a_thread, prepared, scaled_backward
 
 LOW = {"O1": torch.float16, "O4": torch.bfloat16}
@@ -52,9 +49,10 @@ def test_the_newest_live_session_s_casts_are_on(levels, first):
         assert product() is (LOW[names[-1]] if names else torch.float32)
 
 
-@pytest.mark.parametrize(
-    "then", [lambda held: held[0](torch.ones(1, 2)), lambda held: amp.restore(*held)]
-)
+NEXT = [lambda held: held[0](torch.ones(1, 2)), lambda held: amp.restore(*held)]
+
+
+@pytest.mark.parametrize("then", NEXT)
 @pytest.mark.parametrize("ended", ["in a block", "in a thread"])
 @pytest.mark.parametrize("level", ["O0", "O5"])
 def test_casts_that_ended_elsewhere_go_at_the_next_call_of_any_model(level, ended, then):
@@ -271,33 +269,6 @@ class Twice(nn.Linear):
         with torch.set_grad_enabled(self.training):
             first = super().forward(x)
         return super().forward(x) + first.detach()
-
-
-class Casts(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._to_copy.default
-        return func(*args, **kwargs or {})
-
-
-def casts_of_two_forwards():
-    layer = nn.Linear(2, 2, bias=False)
-    model = amp.initialize(nn.Sequential(layer, layer), opt_level="O4", verbosity=0)
-    counts = []
-    for _ in range(2):  # the second time, a step in between changes the weight
-        with Casts() as casts:
-            model(torch.ones(1, 2, dtype=torch.bfloat16))
-        counts.append(casts.count)
-        layer.weight.grad = torch.ones(2, 2)
-        layer.register_forward_hook(lambda *_: torch.optim.SGD(layer.parameters()).step())
-    return counts
-
-
-@pytest.mark.skipif(not weight_cache_is_safe, reason="the weight cache loses gradients: it is off")
-def test_a_weight_that_a_forward_uses_twice_is_cast_once_but_again_after_a_step():
-    """In a process without float64 data, whose kernels cast each time."""
-    assert ranks.in_new_process(casts_of_two_forwards) == [1, 2]
 
 
 def test_a_weight_first_used_without_grad_gets_its_gradient():

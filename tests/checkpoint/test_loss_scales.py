@@ -88,9 +88,7 @@ OTHER_SCALES = [
 
 
 @pytest.mark.parametrize(("present", "saved", "after", "words"), OTHER_SCALES)
-def test_a_scale_of_another_kind_is_not_loaded_and_said_unless_one_scales_nothing(
-    present, saved, after, words, caplog
-):
+def test_a_scale_of_another_kind_is_not_loaded(present, saved, after, words, caplog):
     _keep = loops.prepared("O5", loss_scale=present)
     amp.load_state_dict({"loss_scaler0": saved})
     assert loops.scale() == after

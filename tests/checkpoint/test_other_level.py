@@ -59,9 +59,7 @@ def resume_at(level, name, states, *, load_first):
 
 
 @pytest.mark.parametrize(("before", "now"), PAIRS)
-def test_weights_state_and_a_scale_of_the_same_kind_go_on_in_the_dtypes_of_the_level(
-    saved, before, now
-):
+def test_weights_state_and_scale_go_on_in_the_dtypes_of_the_level(saved, before, now):
     name = "SGD" if before < now else "fused AdamW"
     model_state, optimizer_state, scales = states = saved(before, name)
     model, optimizer = resume_at(now, name, states, load_first=before < now)

@@ -59,9 +59,7 @@ def trained_custom(level):
     model = Custom()
     options = {"fp32_modules": ["norm", nn.BatchNorm1d]} if level not in PLAIN else {}
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"], model, **options)
-    loss = model(torch.ones(2, 4)).float().sum()
-    loops.scaled_backward(loss, optimizer)
-    optimizer.step()
+    loops.descend(model(torch.ones(2, 4)).float().sum(), optimizer)
     return model, optimizer
 
 

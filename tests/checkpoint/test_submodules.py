@@ -30,19 +30,6 @@ def test_every_part_is_saved_as_in_the_whole(level):
         assert all(value.dtype is torch.float32 for value in part.values())
 
 
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
-@pytest.mark.parametrize("part", ["0", "0.0"])
-def test_a_loaded_part_reaches_its_masters_to_the_last_bit_and_no_other(level, part):
-    model, optimizer = loops.trained(level, model=nested())
-    module = model.get_submodule(part)
-    new, before = random_like(module.state_dict()), loops.masters(optimizer)
-    module.load_state_dict(new)
-    after = loops.masters(optimizer)
-    assert loops.same(list(new.values()), after[:2])
-    assert loops.same(before[2:], after[2:])
-    assert loops.same(list(module.state_dict().values()), list(new.values()))
-
-
 def replaced(model):
     """As what adds adapters does: a module of another class gets the parameters."""
     linear = nn.Linear(8, 2)

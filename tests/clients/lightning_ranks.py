@@ -33,8 +33,6 @@ made.fit(module, data(8))
 weights = module.layers.state_dict()
 if how == "sharded":
     made.test(module, data(8), verbose=False)  # on the module as the fit left it
-    weights = {
-        name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in weights.items()
-    }
+    weights = {k: getattr(v, "full_tensor", lambda v=v: v)() for k, v in weights.items()}
 state = {"weights": weights, "scales": plugin.state_dict()}
 torch.save(state, f"{folder}/{made.global_rank}.pt")

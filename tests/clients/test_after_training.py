@@ -194,18 +194,6 @@ def test_timm_averages_the_plain_model(level):
         assert loops.same(dict(average.module.state_dict()), dict(other.module.state_dict()))
 
 
-@levels
-def test_a_member_of_a_population_takes_over_the_best_one(level):
-    pairs = [loops.trained(level, loops.fused_adamw_of, loops.net(seed)) for seed in range(2)]
-    (best, optimizer), (other, its_optimizer) = pairs
-    plain = copy.deepcopy((best, optimizer))
-    other.load_state_dict(best.state_dict())
-    its_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    pairs.append(amp.initialize(*plain, opt_level=level, verbosity=0))
-    first, *others = [loops.train(*pair, seed=5) for pair in pairs]
-    assert all(losses == first for losses in others)
-
-
 def step_in_child(queue, model, optimizer):
     loops.train_step(model, optimizer, *loops.batch())
     queue.put([value.tolist() for value in loops.masters(optimizer)])

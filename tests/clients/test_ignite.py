@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from apex import amp
 from tests.clients.classes import EXACT, LEVELS, adam, labelled_rows, layers
 from tests.clients.libraries import need
-from tests.support.loops import masters
+from tests.support.loops import masters, scaled_backward
 
 engine = need("ignite.engine")
 
@@ -25,8 +25,7 @@ def trained_by_hand(level, data, accumulate):
     for index, (x, y) in enumerate(data):
         if index % accumulate == 0:
             optimizer.zero_grad()
-        with amp.scale_loss(F.cross_entropy(model(x), y) / accumulate, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(F.cross_entropy(model(x), y) / accumulate, optimizer)
         if (index + 1) % accumulate == 0:
             optimizer.step()
     return masters(optimizer)

@@ -26,9 +26,8 @@ class Classifier(nn.Sequential):
 def initialized(level):
     torch.manual_seed(0)
     model = Classifier(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
-    return amp.initialize(
-        model, sgd(model.parameters(), momentum=0.9), opt_level=level, verbosity=0
-    )
+    optimizer = sgd(model.parameters(), momentum=0.9)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
 
 def by_accelerate(model, optimizer):

@@ -15,6 +15,7 @@ from apex import amp
 from tests.clients.classes import data, layers
 from tests.clients.libraries import need, of_its_time
 from tests.clients.lightning_modules import adversaries, classifier, trainer
+from tests.support.loops import scaled_backward
 
 lightning = need("lightning.pytorch")
 pytorch_lightning = need("pytorch_lightning")
@@ -62,8 +63,7 @@ def by_hand(level, epochs=2, gradient_clip_val=None, gradient_clip_algorithm="no
         for index, (x, y) in enumerate(data(), 1):
             loss = F.cross_entropy(model(x), y)
             losses.append(loss.item())
-            with amp.scale_loss(loss / accumulate_grad_batches, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(loss / accumulate_grad_batches, optimizer)
             if index % accumulate_grad_batches == 0:
                 if gradient_clip_val is not None:
                     clip[gradient_clip_algorithm](amp.master_params(optimizer), gradient_clip_val)

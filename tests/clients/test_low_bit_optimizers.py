@@ -11,7 +11,7 @@ from torch import nn
 
 from apex import amp
 from tests.clients.libraries import need
-from tests.support.loops import same
+from tests.support.loops import descend, same
 
 pytestmark = [
     pytest.mark.clients,
@@ -51,11 +51,8 @@ def losses(model, optimizer, steps):
         given = torch.Generator().manual_seed(step % 2)
         x = torch.randn(16, WIDTH, generator=given)
         y = torch.randint(WIDTH, (16,), generator=given)
-        optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        descend(loss, optimizer)
         found.append(loss.tolist())
     return found
 

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from apex import amp
 from tests.clients.libraries import need
-from tests.support.loops import masters
+from tests.support.loops import descend, masters
 
 timm = need("timm")
 need("timm.layers")  # not in 0.4, which test_timm_of_2021.py runs
@@ -20,9 +20,8 @@ LEVELS = ("O1", "O2", "O5")
 
 def prepared_vit(level, **options):
     torch.manual_seed(0)
-    model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=12, depth=1, num_classes=2
-    )
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 1, "num_classes": 2}
+    model = timm.create_model("vit_tiny_patch16_224", **sizes)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
 
@@ -47,9 +46,7 @@ def test_the_scaler_trains_as_the_three_lines_do(level):
     by_timm = masters(optimizer)
 
     model, optimizer = prepared_vit(level, loss_scale=2.0**8)
-    with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    descend(loss_of(model), optimizer)
     assert_close(by_timm, masters(optimizer), rtol=0, atol=0)
 
 

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from apex import amp, normalization
 from tests.clients.classes import LEVELS
 from tests.clients.libraries import need
+from tests.support.loops import descend
 
 need("transformers")
 need("transformers.models.t5.modeling_t5")
@@ -101,11 +102,8 @@ def train_model(model, optimizer, batch, run=None):
     run = model if run is None else run
     losses = []
     for _ in range(3):
-        optimizer.zero_grad()
         loss = run(**batch).loss
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        descend(loss, optimizer)
         losses.append(loss.item())
     return losses
 

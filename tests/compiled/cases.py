@@ -11,12 +11,10 @@ from tests.support.features import TORCH_VERSION
 from tests.support.loops import loss_scale, masters, prepared
 from tests.support.reference import plain_loops
 
-GENERATORS = pytest.mark.skipif(
-    TORCH_VERSION < (2, 7), reason="this torch does not trace the context of a generator"
-)
-SAME_GRAPHS = pytest.mark.skipif(
-    TORCH_VERSION < (2, 8), reason="this torch cuts its graphs at calls that later ones leave whole"
-)
+UNTRACED = "this torch does not trace the context of a generator"
+GENERATORS = pytest.mark.skipif(TORCH_VERSION < (2, 7), reason=UNTRACED)
+CUT = "this torch cuts its graphs at calls that later ones leave whole"
+SAME_GRAPHS = pytest.mark.skipif(TORCH_VERSION < (2, 8), reason=CUT)
 SAME_BITS = TORCH_VERSION >= (2, 12)
 """Whether a compiled step of torch's own SGD is equal to the eager one to the last bit."""
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.support.loops import prepared, same, scaled_backward
+from tests.support.loops import descend, prepared, same
 
 # torch.jit is deprecated, and torch.export uses what is.
 pytestmark = pytest.mark.filterwarnings(
@@ -76,9 +76,7 @@ def test_a_saved_program_keeps_its_casts_without_the_session(level, form):
 def test_a_model_is_exported_between_steps_with_what_its_optimizer_holds(level, form):
     model, optimizer = of_one_level(level)
     for _ in range(2):
-        optimizer.zero_grad()
-        scaled_backward(model(rows(3))[0].square().sum(), optimizer)
-        optimizer.step()
+        descend(model(rows(3))[0].square().sum(), optimizer)
     with torch.no_grad():
         for param in amp.master_params(optimizer):
             param.mul_(0.5)

@@ -7,14 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from apex import amp
-from tests.compiled.cases import (
-    SAME_BITS,
-    SAME_GRAPHS,
-    assert_close,
-    compiled,
-    graph_breaks,
-    training_state,
-)
+from tests.compiled import cases
 from tests.support import loops
 
 pytestmark = pytest.mark.filterwarnings(  # of torch's own making
@@ -25,16 +18,19 @@ pytestmark = pytest.mark.filterwarnings(  # of torch's own making
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_compiled_step_trains_as_eager_and_skips_overflows(level):
     ours, reference = (loops.prepared(level, loops.OPTIMIZERS["SGD"]) for _ in range(2))
-    step, _ = compiled(lambda x, y: loops.train_step(*ours, x, y), fullgraph=False)
+    step, _ = cases.compiled(lambda x, y: loops.train_step(*ours, x, y), fullgraph=False)
     # Static scales check nothing: an inf would go into the weights.
     for x, y in loops.batches(6, overflow_at={2, 4} if level == "O2" else ()):
         loss = step(x, y)
-        assert_close(loss, loops.train_step(*reference, x, y), level)
-    assert_close(training_state(ours[1])[0], training_state(reference[1])[0], level)
-    assert training_state(ours[1])[1] == training_state(reference[1])[1]
+        cases.assert_close(loss, loops.train_step(*reference, x, y), level)
+    (masters, scale), (expected, expected_scale) = (
+        cases.training_state(optimizer) for _, optimizer in (ours, reference)
+    )
+    cases.assert_close(masters, expected, level)
+    assert scale == expected_scale
 
 
-@SAME_GRAPHS
+@cases.SAME_GRAPHS
 def test_compiled_step_breaks_no_oftener_than_autocast_and_grad_scaler():
     model = loops.net()
     optimizer = loops.OPTIMIZERS["Adam"](model.parameters())
@@ -51,10 +47,10 @@ def test_compiled_step_breaks_no_oftener_than_autocast_and_grad_scaler():
     def breaks(fn):
         torch._dynamo.reset()
         counters.clear()
-        step, _ = compiled(fn, backend="eager", fullgraph=False)
+        step, _ = cases.compiled(fn, backend="eager", fullgraph=False)
         for x, y in loops.batches(3):
             step(x, y)
-        return graph_breaks()
+        return cases.graph_breaks()
 
     plain_breaks = breaks(plain)
     ours = loops.prepared("O4", loops.OPTIMIZERS["Adam"], loss_scale="dynamic")
@@ -69,7 +65,7 @@ def test_many_passes_add_up_in_fp32(level, kind):
     factors = torch.tensor([large, *[1.0] * 44])
     for _ in range(2):  # the second model runs code that was traced for the first
         model, optimizer = loops.prepared(level, model=loops.Weights(), loss_scale=1.0)
-        run, _ = compiled(model)
+        run, _ = cases.compiled(model)
         for index, factor in enumerate(factors):
             loss = run(a=factor, b=factor)
             if kind == "plain":
@@ -92,12 +88,12 @@ def test_accumulating_clipping_and_two_losses_compile():
 
     adam = loops.OPTIMIZERS["Adam"]
     ours, reference = (loops.prepared("O2", adam, num_losses=2) for _ in range(2))
-    run, _ = compiled(step, fullgraph=False)
+    run, _ = cases.compiled(step, fullgraph=False)
     for x, y in loops.batches(4, {1}):
         ours_norm, norm = run(*ours, x, y), step(*reference, x, y)
         if norm.isfinite():
-            assert_close(ours_norm, norm, "O2")
-    assert_close(loops.masters(ours[1]), loops.masters(reference[1]), "O2")
+            cases.assert_close(ours_norm, norm, "O2")
+    cases.assert_close(loops.masters(ours[1]), loops.masters(reference[1]), "O2")
 
 
 def _update(p, grad):
@@ -123,7 +119,7 @@ def test_an_optimizer_that_compiles_its_own_step():
     for x, y in loops.batches(3):
         loops.train_step(model, optimizer, x, y)
         loops.train_step(*plain, x, y)
-    assert_close(list(amp.master_params(optimizer)), list(amp.master_params(plain[1])), "O5")
+    cases.assert_close(list(amp.master_params(optimizer)), list(amp.master_params(plain[1])), "O5")
     assert all(p.isfinite().all() for p in amp.master_params(optimizer))
 
 
@@ -159,17 +155,17 @@ def take(model, optimizer, step, x, y):
 @pytest.mark.parametrize(("level", "name"), CASES)
 def test_compiled_step_equals_eager_and_skips_overflows(level, name):
     (model, optimizer), (reference, plain) = optimize(level, name), optimize(level, name)
-    step, _ = compiled(optimizer.step, backend="eager", fullgraph=False)
+    step, _ = cases.compiled(optimizer.step, backend="eager", fullgraph=False)
     overflows = () if name == "LBFGS closure" else {1, 4}
     for x, y in loops.batches(6, overflows):
         take(model, optimizer, step, x, y)
         take(reference, plain, plain.step, x, y)
         pairs = zip(model.parameters(), amp.master_params(optimizer), strict=True)
         assert all(loops.same(param.data, master.data.to(param.dtype)) for param, master in pairs)
-    if name in ("fused AdamW", "fused SGD") or (name == "SGD" and SAME_BITS):
-        assert loops.same(training_state(optimizer), training_state(plain))
-    assert_close(training_state(optimizer)[0], training_state(plain)[0], "O0")
-    assert training_state(optimizer)[1] == 2.0**14 or not overflows
+    if name in ("fused AdamW", "fused SGD") or (name == "SGD" and cases.SAME_BITS):
+        assert loops.same(cases.training_state(optimizer), cases.training_state(plain))
+    cases.assert_close(cases.training_state(optimizer)[0], cases.training_state(plain)[0], "O0")
+    assert cases.training_state(optimizer)[1] == 2.0**14 or not overflows
 
 
 @pytest.mark.gpu(kernels="inductor writes and compiles them")
@@ -181,19 +177,19 @@ def test_compiled_capturable_step_equals_eager_on_a_gpu(level):
         return amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic")
 
     (model, optimizer), (reference, plain) = parts(), parts()
-    step, _ = compiled(optimizer.step, backend="inductor", fullgraph=False)
+    step, _ = cases.compiled(optimizer.step, backend="inductor", fullgraph=False)
     for x, y in loops.batches(5, {1}):
         take(model, optimizer, step, x.cuda(), y.cuda())
         take(reference, plain, plain.step, x.cuda(), y.cuda())
-    assert_close(training_state(optimizer)[0], training_state(plain)[0], "O0", 64)
+    cases.assert_close(cases.training_state(optimizer)[0], cases.training_state(plain)[0], "O0", 64)
 
 
-@SAME_GRAPHS
+@cases.SAME_GRAPHS
 @pytest.mark.parametrize("optimizer_name", ["SGD", "fused AdamW"])
 def test_compiled_step_makes_the_graphs_of_forward_and_own_step_alone(optimizer_name):
     model, optimizer = loops.prepared("O2", loops.OPTIMIZERS[optimizer_name])
     train_step = functools.partial(loops.train_step, model, optimizer)
-    step, graphs = compiled(train_step, backend="eager", fullgraph=False)
+    step, graphs = cases.compiled(train_step, backend="eager", fullgraph=False)
     for x, y in loops.batches(5):
         step(x, y)
     # torch's SGD compiles again when its momentum is there; fused steps are kernels already.

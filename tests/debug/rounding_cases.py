@@ -254,9 +254,8 @@ class Training:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if mode.startswith("O"):
             scale = {"loss_scale": 128.0} if mode == "O1" else {}
-            model, optimizer = amp.initialize(
-                model, optimizer, opt_level=mode, verbosity=0, **scale
-            )
+            options = {"opt_level": mode, "verbosity": 0, **scale}
+            model, optimizer = amp.initialize(model, optimizer, **options)
         self.model, self.optimizer = model, optimizer
 
     def step(self, inputs, targets):

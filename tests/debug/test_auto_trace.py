@@ -13,16 +13,8 @@ from tests.support import loops
 
 def bad_step(model, optimizer, **options):
     """A whole iteration with an overflow in fp16 (the input times the weights of ``first``)."""
-    optimizer.zero_grad()
     x = torch.full((3, 4), 6e4)
-    loops.scaled_backward(model(x).float().square().mean(), optimizer, **options)
-    optimizer.step()
-
-
-def good_step(model, optimizer, **options):
-    optimizer.zero_grad()
-    loops.scaled_backward(loops.small_loss(model) * 2.0**-16, optimizer, **options)
-    optimizer.step()
+    loops.descend(model(x).float().square().mean(), optimizer, **options)
 
 
 def tracing():
@@ -50,9 +42,8 @@ def test_after_consecutive_skips_the_next_step_is_traced_and_reported_once(log, 
         assert not tracing()
     assert handle.trace.first.module == "first"
     (message,) = log()
-    assert message.startswith(
-        f"{after_skips} or more consecutive steps were skipped. First overflow:"
-    )
+    first = f"{after_skips} or more consecutive steps were skipped. First overflow:"
+    assert message.startswith(first)
     assert "in first, forward" in message
 
 
@@ -62,7 +53,7 @@ def test_a_clean_traced_step_logs_nothing_and_stays_armed(log):
     loops.overflow(model, optimizer)
     assert tracing()
     nn.init.constant_(model.first.weight, 0.1)
-    good_step(model, optimizer)
+    loops.descend(loops.small_loss(model) * 2.0**-16, optimizer)
     assert not tracing()
     assert handle.trace.first is None
     assert log() == []
@@ -100,9 +91,7 @@ def test_the_skips_of_a_scale_that_settles_are_silent_and_leave_the_handle_armed
     model, optimizer = loops.one_weight(level)
     handle = arm(optimizer, after_skips=2)
     for _ in range(12):
-        optimizer.zero_grad()
-        loops.scaled_backward((model(torch.ones(1, 1)) * 2.0**6).sum(), optimizer)
-        optimizer.step()
+        loops.descend((model(torch.ones(1, 1)) * 2.0**6).sum(), optimizer)
     assert handle.trace.first.cause == "loss scale"
     assert log() == []
     assert not tracing()

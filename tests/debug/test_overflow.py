@@ -189,9 +189,10 @@ def test_an_idle_grad_scaler_heals_nothing():
     assert not trace.first.heals
 
 
-@pytest.mark.parametrize(
-    "write", [lambda x: x.__setitem__((0, 0), float("nan")), lambda x: x.mul_(torch.nan)]
-)
+CONSTANTS = [lambda x: x.__setitem__((0, 0), float("nan")), lambda x: x.mul_(torch.nan)]
+
+
+@pytest.mark.parametrize("write", CONSTANTS)
 def test_a_constant_is_named_as_the_script_wrote_it(write):
     net, x = nn.Linear(2, 2), torch.ones(1, 2)
     with trace_overflow(net) as trace:

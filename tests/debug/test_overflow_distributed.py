@@ -14,7 +14,7 @@ from apex import amp
 from apex.debug.overflow import trace_overflow
 from tests.debug.bodies import overflowing_net
 from tests.support.features import shards_on_cpu
-from tests.support.loops import prepared, scaled_backward
+from tests.support.loops import descend, prepared
 from tests.support.memory import new_memory_holds_nan
 
 pytestmark = pytest.mark.distributed
@@ -28,10 +28,8 @@ def armed(rank):
     amp.debug.arm(optimizer, after_skips=1)
     with new_memory_holds_nan():  # where buckets of DDP are
         for _ in range(2):
-            optimizer.zero_grad()
             x = torch.full((1, 2), 2.0 if rank else 0.01)
-            scaled_backward(called(x).float().sum() / 2**10, optimizer)
-            optimizer.step()
+            descend(called(x).float().sum() / 2**10, optimizer)
     return [record.getMessage() for record in handler.buffer]
 
 

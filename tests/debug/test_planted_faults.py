@@ -72,9 +72,8 @@ for name, formula in FORMULAS.items():
 
 @planted("add_", "inf", "range", direction="backward", dtype="float16")
 def accumulation_of_fp16_gradients():
-    net = body_net(
-        Body(lambda self, x: x * self.w.float(), w=nn.Parameter(torch.ones(3, dtype=FP16)))
-    )
+    w = nn.Parameter(torch.ones(3, dtype=FP16))
+    net = body_net(Body(lambda self, x: x * self.w.float(), w=w))
     with trace_overflow(net) as trace:
         for _ in range(3):
             (net[1](torch.ones(1, 3)) * 3e4).sum().backward()

@@ -76,6 +76,10 @@ def script(way, formula="x", optimizer=OPTIMIZER, loop=LOOP, scale=""):
     return f"{head}optimizer = {optimizer}\nscaler = None\n{setup}{rest}"
 
 
+def at(*ways, **options):
+    return {way: script(way, **options) for way in ways}
+
+
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 WAYS = ("fp32", "half", "bfloat16", "autocast", "autocast, scaler", *LEVELS)
 """Causes run at all, formulas in fp32, 16 bits and every sixth; with ``STRESS=1`` at all."""
@@ -164,7 +168,7 @@ def test_every_remedy_for_a_formula_cures_it_at_each_way_of_training(first_of, p
         low = "bfloat16" if "bfloat16" in data()[section].get("if", "") else "half"
         every = os.environ.get("STRESS") or not (measured or "ops" in data()[section])
         ways = WAYS if every else dict.fromkeys(["fp32", low, *WAYS[index % 6 :: 6]])
-        scripts = {way: script(way, data()[section]["fails"], loop=SHORT) for way in ways}
+        scripts = at(*ways, formula=data()[section]["fails"], loop=SHORT)
         assert cures(first_of, section, scripts, "digits" if measured else "nan"), section
 
 
@@ -180,6 +184,7 @@ ONE = LOOP.replace("x = batch()", "x = batch() * torch.eye(4)[0]")
 """With one input alone, so that most gradients are 0."""
 STATIC = ", loss_scale=2.0**24"
 HIGH = script("autocast, scaler").replace("256.0", "2.0**30")
+AGAIN = HIGH.replace("scaler.update()", "scaler.update(); optimizer.step()")
 TWICE = script("autocast, scaler").replace("scaler.scale(loss)", "scaler.scale(scaler.scale(loss))")
 GRADIENT = "torch.autograd.grad(scaler.scale(output.float().sum()), x, create_graph=True)[0]"
 PENALIZED = (
@@ -204,7 +209,7 @@ def scaled(way, line):
     return text.replace("    scaler.step(", f"    {line}\n    scaler.step(")
 
 
-HOOK = "for p in model.parameters(): p.register_hook(lambda grad: grad.clamp(-1.0, 1.0))\nfor step"
+HOOK = "for p in model.parameters(): p.register_hook(lambda grad: grad.clamp(-1.0, 1.0))\n"
 
 
 def sgd(lr):
@@ -226,41 +231,25 @@ LOOPS = {
         ),
         "O1": scaled("O1", "plain.step()").replace("scaler = None", f"plain = {OPTIMIZER}"),
     },
-    "a static loss scale": {way: script(way, scale=STATIC) for way in ("O1", "O2")},
-    "a gradient in fp16": {
-        way: script(way, loop=BIG, optimizer=sgd("1e-9")) for way in ("half", "autocast", "O3")
-    },
-    "a cast to fp16": {
-        way: script(way, loop=LARGE) for way in ("half", "autocast", "autocast, scaler", "O2", "O3")
-    },
-    "growth": {
-        way: script(way, optimizer=sgd("1e9"), loop=LONG)
-        for way in ("fp32", "autocast", "O1", "O5")
-    },
+    "a static loss scale": at("O1", "O2", scale=STATIC),
+    "a gradient in fp16": at("half", "autocast", "O3", loop=BIG, optimizer=sgd("1e-9")),
+    "a cast to fp16": at("half", "autocast", "autocast, scaler", "O2", "O3", loop=LARGE),
+    "growth": at("fp32", "autocast", "O1", "O5", optimizer=sgd("1e9"), loop=LONG),
     "a product with weights that are much too large": {
         way: script(way).replace("eye_(model[0].weight)", "constant_(model[0].weight, 6e4)")
         for way in ("half", "autocast", "O1", "O2", "O3")
     },
-    "a clip of scaled gradients in a backward pass": {
-        way: script(way, scale=", loss_scale=1024.0").replace("for step", HOOK)
-        for way in ("autocast, scaler", "O2", "O3")
-    },
+    "a clip of scaled gradients in a backward pass": at(
+        "autocast, scaler", "O2", "O3", scale=", loss_scale=1024.0", loop=HOOK + LOOP
+    ),
     "uncleared gradients": {"autocast, scaler": HIGH.replace("optimizer.zero_grad()", "pass")},
-    "a steep gradient in fp16": {
-        way: script(way, loop=STEEP, optimizer=sgd("1e-30")) for way in ("half", "autocast", "O3")
-    },
+    "a steep gradient in fp16": at("half", "autocast", "O3", loop=STEEP, optimizer=sgd("1e-30")),
     "a loss that is scaled twice": {"autocast, scaler": TWICE},
     "a penalty of scaled gradients": {"autocast, scaler": PENALIZED},
-    "skipped step": {
-        "autocast, scaler": HIGH.replace("scaler.update()", "scaler.update(); optimizer.step()")
-    },
+    "skipped step": {"autocast, scaler": AGAIN},
     "update": {"fp32": script("fp32", optimizer=sgd("1e30"), loop=STEEP)},
-    "an update in fp16": {
-        way: script(way, optimizer=sgd("6e4"), loop=STEEP16) for way in ("half", "O3")
-    },
-    "an eps that is 0 in fp16": {
-        way: script(way, optimizer=adam(), loop=ONE) for way in ("half", "O3")
-    },
+    "an update in fp16": at("half", "O3", optimizer=sgd("6e4"), loop=STEEP16),
+    "an eps that is 0 in fp16": at("half", "O3", optimizer=adam(), loop=ONE),
     "a learning rate": {"fp32": script("fp32", optimizer=adam('float("inf")'))},
     "a division by 0 in an update": {"fp32": FLAT},
     "an undefined update": {"fp32": script("fp32", optimizer=adam(eps=", eps=0.0"), loop=ONE)},
@@ -272,17 +261,11 @@ COUNT = LOOP.replace(
     "for step", "count = torch.full((), 512.0, dtype=torch.bfloat16)\nfor step"
 ).replace("x = batch()", "x = batch() * count.add_(1).item()")
 MEASURED = {
-    "lost update": ("digits", {way: script(way, loop=COUNT) for way in ("fp32", "O4", "bfloat16")}),
-    "underflow": (
-        "digits",
-        {
-            "autocast": script("autocast", loop=TINY),
-            **{way: script(way, loop=TINY, scale=", loss_scale=1.0") for way in ("O1", "O2", "O3")},
-        },
-    ),
+    "lost update": ("digits", at("fp32", "O4", "bfloat16", loop=COUNT)),
+    "underflow": ("digits", at("autocast", "O1", "O2", "O3", loop=TINY, scale=", loss_scale=1.0")),
     "chain of gradients": ("digits", {"bfloat16": script("bfloat16", loop=MANY)}),
     "an average that cannot fall": ("updates", {"bfloat16": ADAM}),
-    "frozen": ("updates", {way: script(way, optimizer=sgd("1e-5")) for way in ("bfloat16", "O3")}),
+    "frozen": ("updates", at("bfloat16", "O3", optimizer=sgd("1e-5"))),
 }
 
 

@@ -46,15 +46,14 @@ def test_a_healthy_model_loses_none(name):
         assert trace.operators > 20
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda output, _: output.mean(),
-        lambda output, _: output.softmax(-1).sum(),
-        lambda output, targets: F.cross_entropy(output.bfloat16(), targets),
-    ],
-    ids=["mean", "sum of a softmax", "low"],
-)
+LOSSES = {
+    "mean": lambda output, _: output.mean(),
+    "sum of a softmax": lambda output, _: output.softmax(-1).sum(),
+    "low": lambda output, targets: F.cross_entropy(output.bfloat16(), targets),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_gradients_that_vanish_by_construction_or_by_chance_are_no_fault(loss):
     """A sum after a batch norm has no gradient; a mean of both signs is small by chance."""
     for seed, mode in enumerate(MODES * 2):
@@ -90,9 +89,10 @@ def test_an_activation_times_a_number_close_to_1_is_no_average(scale):
         assert trace.worst is None, str(trace)
 
 
-@pytest.mark.parametrize(
-    ("shift", "found"), [(16.0, "lost"), (1e3, "lost"), (1e6, "skipped"), (1e7, "skipped")]
-)
+SHIFTS = [(16.0, "lost"), (1e3, "lost"), (1e6, "skipped"), (1e7, "skipped")]
+
+
+@pytest.mark.parametrize(("shift", "found"), SHIFTS)
 def test_a_difference_that_cancels_in_fp32_too_is_not_called_healthy(shift, found):
     body = Body(lambda self, x: (x + shift) - shift)
     model = nn.Sequential(nn.Linear(8, 8), body, nn.Linear(8, 4)).bfloat16()
@@ -195,9 +195,10 @@ def test_a_row_carries_its_worst_call():
     assert trace.worst.error > 0.9  # that of the first call is 0.1
 
 
-@pytest.mark.parametrize(
-    "loss", [F.mse_loss, F.smooth_l1_loss, lambda output, y: ((output - y) ** 2).mean()]
-)
+REGRESSIONS = [F.mse_loss, F.smooth_l1_loss, lambda output, y: ((output - y) ** 2).mean()]
+
+
+@pytest.mark.parametrize("loss", REGRESSIONS)
 def test_the_residual_of_a_regression_is_no_fault(loss):
     for mode in MODES:
         torch.manual_seed(0)

@@ -9,13 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp
@@ -29,7 +23,7 @@ pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
 
 OPTIONS = {"growth_interval": 3, "max_loss_scale": START_SCALE}
-FULL = StateDictOptions(full_state_dict=True)
+FULL = state_dict.StateDictOptions(full_state_dict=True)
 
 
 def pair_at(level, seed=0):
@@ -53,12 +47,12 @@ def trained_on(rank, model, optimizer, steps):
 
 def full(model, optimizer):
     """Weights, and state of the optimizer, by name."""
-    weights, state = get_state_dict(model, optimizer, options=FULL)
+    weights, state = state_dict.get_state_dict(model, optimizer, options=FULL)
     return [{name: value.clone() for name, value in weights.items()}, state["state"]]
 
 
 def states(model, optimizer):
-    weights, state = get_state_dict(model, optimizer)
+    weights, state = state_dict.get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": state, "amp": amp.state_dict()}
 
 
@@ -67,7 +61,7 @@ def load(model, optimizer, folder, *, has_scale=True):
     if not has_scale:  # of this kind, static or dynamic
         del loaded["amp"]
     dcp.load(loaded, checkpoint_id=folder)
-    set_state_dict(
+    state_dict.set_state_dict(
         model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
     )
     if has_scale:
@@ -96,9 +90,9 @@ def by_name(rank, level, flattens):
     """What torch's functions return, and what the objects themselves hold."""
     model, optimizer = pair_at(level)
     loops.train(model, optimizer, data=(rank_batch(rank, step) for step in range(2)))
-    options = StateDictOptions(flatten_optimizer_state_dict=flattens)
-    weights = get_model_state_dict(model, options=options)
-    state = get_optimizer_state_dict(model, optimizer, options=options)
+    options = state_dict.StateDictOptions(flatten_optimizer_state_dict=flattens)
+    weights = state_dict.get_model_state_dict(model, options=options)
+    state = state_dict.get_optimizer_state_dict(model, optimizer, options=options)
     own = dict(zip(model.module.state_dict(), loops.masters(optimizer), strict=True))
     for name, param in model.module.named_parameters():
         for key, value in optimizer.state[param].items():
@@ -129,9 +123,7 @@ SHARDED = [("O0", 2, "O5", 2), ("O0", 4, "O5", 1), ("O5", 2, "O0", 4), ("O2", 1,
     ("level", "ranks", "new_level", "new_ranks"),
     [*MOVES, *[pytest.param(*move, marks=shards_on_cpu) for move in SHARDED]],
 )
-def test_a_checkpoint_loads_at_another_level_on_another_number_of_ranks(
-    on_ranks, tmp_path, level, ranks, new_level, new_ranks
-):
+def test_a_checkpoint_loads_elsewhere(on_ranks, tmp_path, level, ranks, new_level, new_ranks):
     expected = on_ranks(ranks, saved, level, tmp_path / "saved")
     has_scale = (level in loops.DYNAMIC) == (new_level in loops.DYNAMIC)
     found = on_ranks(new_ranks, loaded, new_level, tmp_path / "saved", has_scale)
@@ -162,9 +154,7 @@ def goes_on(rank, level, folder, is_async):
 
 @pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=copies_before_saving)])
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-def test_a_run_that_goes_on_from_a_checkpoint_is_the_uninterrupted_one(
-    on_two_ranks, tmp_path, level, is_async
-):
+def test_a_resumed_run_is_the_uninterrupted_one(on_two_ranks, tmp_path, level, is_async):
     assert on_two_ranks(goes_on, level, tmp_path / "saved", is_async) == [True, True]
 
 

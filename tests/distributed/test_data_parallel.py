@@ -56,9 +56,7 @@ def train_rank(rank, level, wrapper, steps=20, poisoned=None):
 
 
 @CASES
-def test_two_ranks_stay_alike_and_train_as_one_process_on_the_joined_batch(
-    on_two_ranks, level, wrapper
-):
+def test_two_ranks_train_as_one_process_on_the_joined_batch(on_two_ranks, level, wrapper):
     first, second = on_two_ranks(train_rank, level, wrapper)
     assert first == second
     model, optimizer = cases.prepare(level, seed=0)
@@ -266,9 +264,7 @@ def test_masters_are_shared_after_a_pass_of_one_rank_alone(on_two_ranks, level, 
     assert first["model"] == second["model"]
 
 
-def test_ranks_that_average_in_the_block_skip_together_and_train_as_one_process(
-    on_two_ranks, level
-):
+def test_ranks_that_average_in_the_block_skip_together(on_two_ranks, level):
     (skipped, first), (_, second) = on_two_ranks(average_inside, level)
     assert first == second
     assert skipped == [False, True, False]

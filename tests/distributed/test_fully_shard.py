@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from apex import amp
 from tests.distributed.cases import rank_batch
 from tests.support.features import shards_on_cpu
-from tests.support.loops import loss_of, same, scaled_backward, train_step
+from tests.support.loops import descend, loss_of, same, scaled_backward, train_step
 
 pytestmark = [pytest.mark.distributed, shards_on_cpu]
 
@@ -64,12 +64,10 @@ def prepare_sharded(level, policy, seed=0, **options):
 def train_sharded(model, optimizer, rank, steps, overflow_at=None):
     for step in steps:
         x, y = rank_batch(rank, step)
-        optimizer.zero_grad()
         loss = loss_of(model, x, y)
         if step == overflow_at and rank == 1:
             loss = loss * torch.inf
-        scaled_backward(loss, optimizer)
-        optimizer.step()
+        descend(loss, optimizer)
     return whole(model)
 
 
@@ -204,9 +202,8 @@ def accumulate(rank, level):
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     if level:
-        model, optimizer = amp.initialize(
-            model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0
-        )
+        options = {"opt_level": level, "loss_scale": 8.0, "verbosity": 0}
+        model, optimizer = amp.initialize(model, optimizer, **options)
     for step in range(4):
         model.set_requires_gradient_sync(step % 2 == 1)
         loss = loss_of(model, *rank_batch(rank, step))

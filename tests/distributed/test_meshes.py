@@ -95,12 +95,10 @@ def clipped_and_trained(rank, kind, shape):
     return torch.tensor(norms), whole
 
 
-averages = pytest.mark.skipif(
-    TORCH_VERSION < (2, 9), reason="fully_shard of this torch adds gradients on gloo"
-)
-unbinds = pytest.mark.skipif(
-    TORCH_VERSION < (2, 10), reason="DTensors of this torch lack unbind, which LAMB needs"
-)
+ADDS = "fully_shard of this torch adds gradients on gloo"
+averages = pytest.mark.skipif(TORCH_VERSION < (2, 9), reason=ADDS)
+LACKS = "DTensors of this torch lack unbind, which LAMB needs"
+unbinds = pytest.mark.skipif(TORCH_VERSION < (2, 10), reason=LACKS)
 
 
 @averages

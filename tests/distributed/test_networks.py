@@ -115,9 +115,7 @@ def test_zero_redundancy_optimizer_trains_where_there_are_no_masters(on_two_rank
 
 
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
-def test_zero_redundancy_optimizer_is_refused_with_masters_before_anything_changes(
-    on_two_ranks, level
-):
+def test_zero_redundancy_optimizer_is_refused_with_masters(on_two_ranks, level):
     for message, dtypes in on_two_ranks(train_with_sharded_state, level):
         assert "ZeroRedundancyOptimizer" in message
         assert "fully_shard" in message

@@ -36,8 +36,7 @@ class Program:
         self.model = loops.Weights("abcd")
         self.names = choose.choice([["abcd"], ["ab", "cd"]])
         self.optimizers = [
-            torch.optim.SGD([getattr(self.model, name) for name in names], lr=RATE)
-            for names in self.names
+            torch.optim.SGD(map(self.model.get_parameter, names), lr=RATE) for names in self.names
         ]
         options = OPTIONS[level]
         cases.initialized(level[:2], self.model, self.optimizers, num_losses=2, **options)

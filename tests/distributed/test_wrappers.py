@@ -12,16 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex import amp
 from apex.parallel import reduce_in_fp32
-from tests.distributed.cases import (
-    WRAPPERS,
-    backward,
-    initialized,
-    joined,
-    net,
-    prepare,
-    rank_batch,
-    state,
-)
+from tests.distributed import cases
 from tests.support import loops
 
 pytestmark = pytest.mark.distributed
@@ -30,11 +21,11 @@ pytestmark = pytest.mark.distributed
 def accumulate(rank, parallel, optimizer, model, updates=3):
     for step in range(2 * updates):
         with contextlib.nullcontext() if step % 2 else parallel.no_sync():
-            backward(parallel, optimizer, *rank_batch(rank, step))
+            cases.backward(parallel, optimizer, *cases.rank_batch(rank, step))
         if step % 2:
             optimizer.step()
             optimizer.zero_grad()
-    return state(model, optimizer)
+    return cases.state(model, optimizer)
 
 
 # -- compiled --------------------------------------------------------------------------------
@@ -48,7 +39,7 @@ COMPILED = {
 def accumulate_compiled(rank, level, where):
     try:
         for _ in range(2):  # the second model runs the first one's compiled code
-            model, optimizer = prepare(level, seed=rank)
+            model, optimizer = cases.prepare(level, seed=rank)
             result = accumulate(rank, COMPILED[where](model), optimizer, model)
         return result
     finally:
@@ -56,7 +47,7 @@ def accumulate_compiled(rank, level, where):
 
 
 def accumulate_eager(rank, level):
-    model, optimizer = prepare(level, seed=rank)
+    model, optimizer = cases.prepare(level, seed=rank)
     return accumulate(rank, DistributedDataParallel(model), optimizer, model)
 
 
@@ -123,8 +114,8 @@ def test_ranks_that_use_different_parameters_have_the_same_gradients(on_two_rank
 
 
 def accumulate_in_a_part(rank, level, wrap, compiled):
-    model, optimizer = initialized(level, nn.Sequential(net(rank)))
-    model[0] = WRAPPERS[wrap](model[0])
+    model, optimizer = cases.initialized(level, nn.Sequential(cases.net(rank)))
+    model[0] = cases.WRAPPERS[wrap](model[0])
     model.no_sync = model[0].no_sync
     called = torch.compile(model, backend="eager") if compiled else model
     try:
@@ -133,26 +124,26 @@ def accumulate_in_a_part(rank, level, wrap, compiled):
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    ("level", "wrap", "compiled"),
-    [
-        ("O1", "torch", False),
-        ("O2", "torch", False),
-        ("O2", "torch", True),
-        ("O5", "torch", False),
-        ("O2", "apex delayed", False),
-    ],
-)
+PARTS = [
+    ("O1", "torch", False),
+    ("O2", "torch", False),
+    ("O2", "torch", True),
+    ("O5", "torch", False),
+    ("O2", "apex delayed", False),
+]
+
+
+@pytest.mark.parametrize(("level", "wrap", "compiled"), PARTS)
 def test_a_model_with_a_wrapped_part_trains_as_a_wrapped_model(on_two_ranks, level, wrap, compiled):
     first, second = on_two_ranks(accumulate_in_a_part, level, wrap, compiled)
     assert first == second == on_two_ranks(accumulate_eager, level)[0]
 
 
 def part_wrapped_first(rank):
-    model = nn.Sequential(DistributedDataParallel(net(rank)))
-    model, _ = initialized("O5", model)
+    model = nn.Sequential(DistributedDataParallel(cases.net(rank)))
+    model, _ = cases.initialized("O5", model)
     with pytest.raises(RuntimeError, match="before its parameters were cast"):
-        model(rank_batch(rank, 0)[0])
+        model(cases.rank_batch(rank, 0)[0])
     return True
 
 
@@ -168,17 +159,15 @@ def train_one_optimizer_of_several_wrappers(rank, level):
         torch.manual_seed(rank)
         models = [nn.Linear(4, 4) for _ in range(5)]
     optimizer = torch.optim.SGD(models[-1].parameters(), lr=0.1, momentum=0.9)
-    models, optimizer = initialized(level, models, optimizer)
+    models, optimizer = cases.initialized(level, models, optimizer)
     wrappers = [DistributedDataParallel(model) for model in models]
     optimizer.add_param_group({"params": [p for model in models[:-1] for p in model.parameters()]})
     for step in range(2):
-        x, _ = rank_batch(rank, step)
+        x, _ = cases.rank_batch(rank, step)
         for wrapper in wrappers:
             x = torch.tanh(wrapper(x))
-        loops.scaled_backward(x.float().square().mean(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    return state(nn.ModuleList(models), optimizer)
+        loops.descend(x.float().square().mean(), optimizer)
+    return cases.state(nn.ModuleList(models), optimizer)
 
 
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
@@ -193,48 +182,29 @@ def train_gan(level, seed, batches, wrap=lambda model: model):
         torch.manual_seed(seed)
         models = [nn.Linear(4, 2), nn.Linear(2, 1)]
     optimizers = [loops.sgd(model.parameters()) for model in models]
-    models, optimizers = initialized(level, models, optimizers)
+    models, optimizers = cases.initialized(level, models, optimizers)
     generator, discriminator = map(wrap, models)
     for x, y in batches:
         fake = generator(x)
-        optimizers[1].zero_grad()
-        loss = (
-            discriminator(fake.detach()).float().mean() - discriminator(y).float().square().mean()
-        )
-        loops.scaled_backward(loss, optimizers[1])
-        optimizers[1].step()
-        optimizers[0].zero_grad()
-        loops.scaled_backward(discriminator(fake).float().square().mean(), optimizers[0])
-        optimizers[0].step()
+        of_fake, of_real = discriminator(fake.detach()), discriminator(y)
+        loss = of_fake.float().mean() - of_real.float().square().mean()
+        loops.descend(loss, optimizers[1])
+        loops.descend(discriminator(fake).float().square().mean(), optimizers[0])
     return [master.tolist() for optimizer in optimizers for master in loops.masters(optimizer)]
 
 
 def train_gan_on_ranks(rank, level):
-    return train_gan(level, rank, map(rank_batch, [rank] * 3, range(3)), DistributedDataParallel)
+    data = map(cases.rank_batch, [rank] * 3, range(3))
+    return train_gan(level, rank, data, DistributedDataParallel)
 
 
 @pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_a_pass_through_the_model_of_another_optimizer_trains_as_one_process(on_two_ranks, level):
     first, second = on_two_ranks(train_gan_on_ranks, level)
     assert first == second
-    alone = train_gan(level, 0, map(joined, range(3)))
+    alone = train_gan(level, 0, map(cases.joined, range(3)))
     for found in zip(first, alone, strict=True):
         torch.testing.assert_close(*map(torch.tensor, found), rtol=2.0**-6, atol=2.0**-6)
-
-
-def zero_in_place(rank, level, views):
-    model, optimizer = prepare(level, seed=rank)
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=views)
-    for step in range(3):
-        backward(parallel, optimizer, *rank_batch(rank, step))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    return state(model, optimizer)
-
-
-def test_gradients_in_buckets_can_be_zeroed_in_place(on_two_ranks, level):
-    first, second = on_two_ranks(zero_in_place, level, True)
-    assert first == second == on_two_ranks(zero_in_place, level, False)[0]
 
 
 HOOKS = {
@@ -244,17 +214,17 @@ HOOKS = {
 
 
 def overflow_under_a_hook(rank, level, hook):
-    model, optimizer = prepare(level, seed=rank)
+    model, optimizer = cases.prepare(level, seed=rank)
     parallel = DistributedDataParallel(model)
     HOOKS[hook](parallel)
     skipped = []
     for step in range(4):
-        x, y = rank_batch(rank, step)
+        x, y = cases.rank_batch(rank, step)
         if (rank, step) == (1, 1):
             x[0, 0] = torch.inf
         loops.train_step(parallel, optimizer, x, y)
         skipped.append(bool(amp.step_was_skipped(optimizer)))
-    return skipped, state(model, optimizer)
+    return skipped, cases.state(model, optimizer)
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -269,16 +239,16 @@ def test_under_a_hook_that_compresses_training_goes_on_after_an_inf(on_two_ranks
 
 
 def train_unevenly(rank, level):
-    model = net(rank)  # momentum would part: a join does not share it
+    model = cases.net(rank)  # momentum would part: a join does not share it
     model, optimizer = loops.prepared(level, model=model)
     parallel = DistributedDataParallel(model)
     try:
         with parallel.join():
-            data = [rank_batch(rank, step) for step in range(2 + 2 * rank)]
+            data = [cases.rank_batch(rank, step) for step in range(2 + 2 * rank)]
             loops.train(parallel, optimizer, data=data)
     except RuntimeError as error:
         return str(error)
-    return state(model, optimizer)
+    return cases.state(model, optimizer)
 
 
 def test_after_a_join_the_ranks_are_alike(on_two_ranks):
@@ -296,27 +266,25 @@ def test_a_join_with_masters_or_a_dynamic_scale_is_refused(on_two_ranks, level):
 
 def wrapped_first(rank, level, wrap, compiled):
     """Trains under a wrapper whose model is prepared afterwards; or returns the error."""
-    wrapper = WRAPPERS[wrap](net(rank))
-    wrapper.module, optimizer = initialized(level, wrapper.module)
+    wrapper = cases.WRAPPERS[wrap](cases.net(rank))
+    wrapper.module, optimizer = cases.initialized(level, wrapper.module)
     parallel = torch.compile(wrapper, backend="eager") if compiled else wrapper
     try:
         with torch.no_grad():
-            wrapper(rank_batch(rank, 0)[0])
-        loops.train(parallel, optimizer, data=(rank_batch(rank, step) for step in range(3)))
+            wrapper(cases.rank_batch(rank, 0)[0])
+        loops.train(parallel, optimizer, data=(cases.rank_batch(rank, step) for step in range(3)))
     except RuntimeError as error:
         return str(error)
     finally:
         torch._dynamo.reset()
-    return state(wrapper, optimizer)
+    return cases.state(wrapper, optimizer)
 
 
 @pytest.mark.parametrize(
     ("level", "wrap", "compiled"),
     [("O2", "torch", False), ("O5", "torch", False), ("O5", "torch", True), ("O5", "apex", False)],
 )
-def test_a_wrapper_made_before_its_parameters_are_cast_is_told_the_order(
-    on_two_ranks, level, wrap, compiled
-):
+def test_a_wrapper_made_before_the_cast_is_told_the_order(on_two_ranks, level, wrap, compiled):
     for told in on_two_ranks(wrapped_first, level, wrap, compiled):
         assert "before its parameters were cast" in told
         assert "Call amp.initialize first" in told
@@ -331,7 +299,7 @@ def train_alone(level, first, **options):
     model, optimizer = loops.prepared(level, model=model)
     parallel = parallel or DistributedDataParallel(model, **options)
     with torch.no_grad():
-        parallel(rank_batch(0, 9)[0])
+        parallel(cases.rank_batch(0, 9)[0])
     loops.train(parallel, optimizer)
     return loops.masters(optimizer)
 
@@ -349,12 +317,11 @@ def test_a_single_rank_may_wrap_before_or_after_initialize(level, option):
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("level", "wrap"), [("O0", "torch"), ("O4", "torch"), ("O5", "apex delayed")]
-)
-def test_a_wrapper_that_sends_after_the_pass_or_keeps_dtypes_may_be_made_first(
-    on_two_ranks, level, wrap
-):
+MAY_BE_FIRST = [("O0", "torch"), ("O4", "torch"), ("O5", "apex delayed")]
+
+
+@pytest.mark.parametrize(("level", "wrap"), MAY_BE_FIRST)
+def test_a_wrapper_that_sends_late_or_keeps_dtypes_may_be_made_first(on_two_ranks, level, wrap):
     first, second = on_two_ranks(wrapped_first, level, wrap, False)
     assert not isinstance(first, str)
     assert first == second
@@ -376,11 +343,11 @@ def first_blocks(rank, level):
         torch.manual_seed(rank)
         model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(9)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = initialized(level, model, optimizer)
+    model, optimizer = cases.initialized(level, model, optimizer)
     parallel = DistributedDataParallel(model)
     counts = []
     for enters in (False, True, True):
-        loss = loops.loss_of(parallel, rank_batch(rank, 0)[0], torch.zeros(3, 4))
+        loss = loops.loss_of(parallel, cases.rank_batch(rank, 0)[0], torch.zeros(3, 4))
         with Sent() as sent:
             block = amp.scale_loss(loss, optimizer)
             scaled_loss = block.__enter__() if enters else loss
@@ -393,9 +360,7 @@ def first_blocks(rank, level):
 
 
 @pytest.mark.parametrize(("level", "broadcasts"), [("O1", 0), ("O2", 1), ("O4", 0), ("O5", 1)])
-def test_masters_are_sent_in_one_broadcast_by_the_first_block_that_is_entered(
-    on_two_ranks, level, broadcasts
-):
+def test_the_first_block_that_is_entered_broadcasts_masters_once(on_two_ranks, level, broadcasts):
     first, second = on_two_ranks(first_blocks, level)
     assert first == second
     assert first[0] == [0, broadcasts, 0]

@@ -14,33 +14,6 @@ DEVICES = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 pytestmark = pytest.mark.gpu(devices=2)
 
 
-@pytest.mark.parametrize("target", DEVICES, ids=str)
-@pytest.mark.parametrize("source", DEVICES, ids=str)
-def test_what_was_moved_is_right_at_once(source, target):
-    for dtype in (None, torch.float64):
-        tensor = torch.full((2,), 3.0, device=source)
-        result = copies.moved(tensor, target, dtype)
-        assert result.device == target
-        assert result.dtype is (dtype or torch.float32)
-        if target.type != "cpu":
-            tensor.fill_(5.0)
-        written = result is tensor and target.type != "cpu"
-        assert result.tolist() == ([5.0, 5.0] if written else [3.0, 3.0])
-
-
-@pytest.mark.emulated
-@pytest.mark.parametrize("target", DEVICES[1:], ids=str)
-def test_only_copies_to_the_host_wait(target):
-    device.waits()
-    moved = copies.moved(torch.ones(2), target)
-    for other in DEVICES[1:]:
-        copies.moved(moved, other)
-    copies.HostCopy(moved)
-    assert device.waits() == []
-    copies.moved(moved, torch.device("cpu"))
-    assert device.waits() == ["aten::copy_ to host"]
-
-
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize("source", DEVICES, ids=str)
 def test_a_host_copy_has_the_values_of_its_start(source, current):

@@ -25,9 +25,8 @@ def test_replays_train_as_eager_iterations_do(captured, level):
 
 
 def captured_pass(level, make_optimizer):
-    model, optimizer = loops.prepared(
-        level, make_optimizer, loops.net().cuda(), loss_scale="dynamic"
-    )
+    model = loops.net().cuda()
+    model, optimizer = loops.prepared(level, make_optimizer, model, loss_scale="dynamic")
     x, y = (tensor.cuda() for tensor in loops.batch())
     loops.train_step(model, optimizer, x, y)
     optimizer.zero_grad()

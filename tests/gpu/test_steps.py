@@ -20,9 +20,8 @@ def on(place, batches):
 
 def train_on(level, place):
     """Masters after four steps of which the second overflows, the scale, and what was skipped."""
-    model, optimizer = loops.prepared(
-        level, loops.fused_adamw_of, loops.net().to(place), loss_scale="dynamic", growth_interval=3
-    )
+    model, scale = loops.net().to(place), {"loss_scale": "dynamic", "growth_interval": 3}
+    model, optimizer = loops.prepared(level, loops.fused_adamw_of, model, **scale)
     batches, skipped = on(place, loops.batches(4, overflow_at={1})), []
     with waits_are_errors():
         for x, y in batches:

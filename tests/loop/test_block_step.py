@@ -125,9 +125,8 @@ def test_an_optimizer_that_clips_by_itself_gets_fp32_gradients(monkeypatch):
 def test_no_hook_sees_a_stand_in():
     model, optimizer = loops.prepared("O5", loops.fused_adamw_of)
     seen = []
-    optimizer.register_step_post_hook(
-        lambda *_: seen.extend(master.grad for master in amp.master_params(optimizer))
-    )
+    masters = list(amp.master_params(optimizer))
+    optimizer.register_step_post_hook(lambda *_: seen.extend(p.grad for p in masters))
     loops.train_step(model, optimizer, *loops.batch())
     assert loops.same(seen, [param.grad.float() for param in model.parameters()])
     assert not loops.same(seen, loops.masters(optimizer))

@@ -76,27 +76,24 @@ def test_gradients_cleared_inside_a_block_are_gone(level, who, delayed, set_to_n
     assert gradients(optimizer) == gradients(sharer) == [4.0, 4.0]
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_a_group_added_between_delayed_blocks_is_unscaled_like_the_others(level, first):
+ADDED = {
+    "reached by the last": [{"a": 1.0}, {"a": 1.0, "b": 2.0}],
+    "reached by the second": [{"a": 1.0}, {"a": 1.0, "b": 2.0}, {"b": 1.0}],
+    "reached by all": [{"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 2.0}],
+}
+
+
+@pytest.mark.parametrize("passes", ADDED.values(), ids=ADDED)
+def test_the_gradients_of_a_group_added_between_delayed_blocks_add_up_unscaled(level, passes):
     model = loops.Weights()
     optimizer = loops.sgd([model.a])
     initialize(model, optimizer, level)
-    loops.scaled_backward(model(a=1.0), optimizer, delay_unscale=True)
-    optimizer.add_param_group({"params": [model.b]})
-    loops.scaled_backward(model(a=1.0, b=2.0), optimizer, delay_unscale=not first)
-    if not first:
-        loops.scaled_backward(model(b=1.0), optimizer)
-    assert gradients(optimizer) == [2.0, 2.0 if first else 3.0]
-
-
-def test_a_parameter_added_between_delayed_blocks_keeps_its_gradient(level):
-    model = loops.Weights()
-    optimizer = loops.sgd([model.a])
-    initialize(model, optimizer, level)
-    loops.scaled_backward(model(a=1.0, b=1.0), optimizer, delay_unscale=True)
-    optimizer.add_param_group({"params": [model.b]})
-    loops.scaled_backward(model(a=1.0, b=2.0), optimizer)
-    assert gradients(optimizer) == [2.0, 3.0]
+    for index, factors in enumerate(passes):
+        if index == 1:
+            optimizer.add_param_group({"params": [model.b]})
+        delays = factors is not passes[-1]
+        loops.scaled_backward(model(**factors), optimizer, delay_unscale=delays)
+    assert gradients(optimizer) == [sum(each.get(name, 0.0) for each in passes) for name in "ab"]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -174,9 +171,7 @@ def test_an_overflow_is_remembered_until_a_step(level, forgets, name):
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert weights(model) == [1.0, 1.0]
-    optimizer.zero_grad()
-    loops.scaled_backward(model(a=1.0, b=1.0), optimizer)
-    optimizer.step()
+    loops.descend(model(a=1.0, b=1.0), optimizer)
     assert not amp.step_was_skipped(optimizer)
     assert weights(model) != [1.0, 1.0]
 

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from apex import amp
 from tests.model.nets import Tied
 from tests.support import loops
+from tests.support.loops import descend
 
 STEPS = 5
 X = torch.linspace(-1.0, 1.0, 32).reshape(4, 8)
@@ -44,14 +45,6 @@ def pair_at(opt_level, make_optimizer=adamw, model=None, **options):
 
 def loss_of(model, x=X):
     return F.cross_entropy(model(x).float(), Y)
-
-
-def descend(loss, *optimizers, **options):
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    loops.scaled_backward(loss, [*optimizers], **options)
-    for optimizer in optimizers:
-        optimizer.step()
 
 
 def fit(model, optimizer, after=lambda: None, steps=STEPS, loss=loss_of):
@@ -126,17 +119,6 @@ def first_overflow(level):
 # -- averages and targets ------------------------------------------------------------------------
 
 
-def average_of_state_dicts(level):
-    model, optimizer = pair_at(level)
-    average = {name: value.clone() for name, value in model.state_dict().items()}
-
-    def update():
-        for name, value in model.state_dict().items():
-            average[name].mul_(0.9).add_(value, alpha=0.1)
-
-    fit(model, optimizer, update)
-
-
 def average_by_shadows(level):
     """As in many scripts: with a swap by ``data`` for evaluation, and back."""
     model, optimizer = pair_at(level)
@@ -152,16 +134,6 @@ def average_by_shadows(level):
             model(X)
         for name, param in model.named_parameters():
             param.data.copy_(kept[name])
-
-
-def average_of_masters(level):
-    model, optimizer = pair_at(level)
-    average = [param.detach().clone() for param in amp.master_params(optimizer)]
-
-    def update():
-        torch._foreach_lerp_(average, [*amp.master_params(optimizer)], 0.1)
-
-    fit(model, optimizer, update)
 
 
 def masters_written_by_hand(level):
@@ -212,9 +184,8 @@ def distillation(level):
     (teacher, student), optimizer = initialized(level, [teacher, student], adamw(student))
     for _ in range(STEPS):
         logits = teacher(X).float().log_softmax(1)
-        loss = F.kl_div(
-            student(X).float().log_softmax(1), logits, reduction="batchmean", log_target=True
-        )
+        own = student(X).float().log_softmax(1)
+        loss = F.kl_div(own, logits, reduction="batchmean", log_target=True)
         descend(loss, optimizer)
 
 
@@ -260,12 +231,7 @@ def a_part_that_trains_later(level):
     model, optimizers = initialized(level, model, optimizers)
     for step in range(STEPS):
         out = model(X) if step > 2 else model[0](X.to(model[0].weight.dtype))
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loops.scaled_backward(out.float().square().mean(), optimizers)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        descend(out.float().square().mean(), *optimizers)
 
 
 # -- parts that are frozen -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Masters for optimizers inside another, for attributes of parameters, and as keys."""
+"""Masters for optimizers inside another, and as keys."""
 
 import pytest
 import torch
@@ -8,22 +8,6 @@ from apex import amp
 from tests.support import loops
 
 level = loops.at_levels(*loops.WITH_MASTERS)
-
-
-class Rates(Optimizer):
-    """SGD whose rates a script sets on its parameters."""
-
-    def __init__(self, params):
-        params = list(params)
-        super().__init__(params, {"lr": 0.1})
-        for index, param in enumerate(params):
-            param.times = index
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for param in self.param_groups[0]["params"]:
-            if param.grad is not None:
-                param.add_(param.grad, alpha=-0.1 * param.times)
 
 
 class Container(Optimizer):
@@ -41,14 +25,6 @@ class Container(Optimizer):
     def inner(self):
         groups = [group for each in self.optimizers for group in each.param_groups]
         return [param for group in groups for param in group["params"]]
-
-
-def test_masters_have_the_attributes_of_their_parameters(level):
-    model, optimizer = loops.trained(level, Rates, steps=3, loss_scale=128.0)
-    expected, _ = loops.trained("O0", Rates, steps=3)
-    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0.0, atol=4e-3)
-    amp.restore(model, optimizer)
-    assert [param.times for param in model.parameters()] == [0, 1, 2, 3]
 
 
 def test_optimizers_inside_another_step_masters_and_skip(level):
@@ -108,9 +84,7 @@ class SlowWeights(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("is_new", [False, True])
-def test_state_that_an_optimizer_makes_for_a_later_group_has_the_dtype_of_what_it_steps(
-    level, is_new
-):
+def test_state_made_for_a_later_group_has_the_dtype_of_what_is_stepped(level, is_new):
     model = loops.net()
     optimizer = SlowWeights(model[0].parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -119,11 +93,3 @@ def test_state_that_an_optimizer_makes_for_a_later_group_has_the_dtype_of_what_i
     optimizer.add_param_group({"params": model[2].parameters()})
     for param in optimizer.param_groups[1]["params"]:
         assert optimizer.state[param]["slow"].dtype is param.dtype
-
-
-def test_data_assigned_to_a_master_reaches_the_model_at_once(level):
-    model, optimizer = loops.prepared(level)
-    weight = model[0].weight
-    master = next(amp.master_params(optimizer))
-    master.data = torch.full_like(master, 1 / 3)
-    assert torch.equal(weight, torch.full_like(weight, 1 / 3))

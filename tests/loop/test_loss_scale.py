@@ -7,18 +7,11 @@ from apex import amp
 from tests.support import loops
 
 
-def step(model, optimizer, gradient):
-    """One training step whose weight gets ``gradient``."""
-    optimizer.zero_grad()
-    loops.scaled_backward(loops.slope(model, gradient), optimizer)
-    optimizer.step()
-
-
 def scales_after(gradients, level="O1", **options):
     model, optimizer = loops.one_weight(level, **options)
     history = []
     for gradient in gradients:
-        step(model, optimizer, gradient)
+        loops.descend(loops.slope(model, gradient), optimizer)
         history.append(loops.loss_scale())
     return history
 
@@ -51,7 +44,7 @@ def test_the_scale_doubles_after_exactly_2000_clean_steps():
     scaler._unskipped = 1997
     found = []
     for _ in range(4):
-        step(model, optimizer, OK)
+        loops.descend(loops.slope(model, OK), optimizer)
         found.append((loops.loss_scale(), scaler._unskipped))
     assert found == [(2.0**16, 1998), (2.0**16, 1999), (2.0**17, 0), (2.0**17, 1)]
 

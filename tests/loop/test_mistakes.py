@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp
-from apex.optimizers import FusedAdam, FusedSGD
+from apex.optimizers import FusedAdam
 from tests.support import loops
 
 fp16 = pytest.mark.parametrize("level", ["O1", "O2"])
@@ -335,21 +335,6 @@ def test_a_clip_after_a_delayed_block_is_no_mistake(level):
     assert not messages(run_iterations, lines, loops.prepared(level))
 
 
-@pytest.mark.parametrize("make_optimizer", [loops.sgd, FusedAdam, FusedSGD])
-def test_gradients_from_before_initialize_are_no_mistake(make_optimizer):
-    model = loops.net()
-    optimizer = make_optimizer(model.parameters(), lr=0.1)
-    loops.loss_of(model, *loops.batch()).backward()
-    grads = [param.grad.clone() for param in model.parameters()]
-    amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)
-    for master, grad in zip(amp.master_params(optimizer), grads, strict=True):
-        torch.testing.assert_close(master.grad, grad, rtol=1e-3, atol=1e-6)
-    optimizer.zero_grad()
-    assert all(param.grad is None or not param.grad.any() for param in model.parameters())
-    loops.backward(model, optimizer, *loops.batch())
-    optimizer.step()
-
-
 def with_slopes(model, scaled_loss):
     """Gradients that autograd only returns, of a loss without a scale."""
     torch.autograd.grad(model(loops.batch()[0]).float().sum(), [*model.parameters()])
@@ -498,23 +483,3 @@ def test_a_block_inside_one_of_another_optimizer_leaves_no_hooks_and_hides_no_mi
 @fp16
 def test_zeros_by_hand_after_a_step_are_no_mistake(level):
     run_iterations(ZEROED, loops.prepared(level, loss_scale=128.0))
-
-
-def test_one_of_two_optimizers_without_a_gradient_is_no_mistake(level):
-    model = loops.net()
-    optimizers = [loops.sgd(part.parameters()) for part in (model[:2], model[2:])]
-    amp.initialize(model, optimizers, opt_level=level, verbosity=0)
-    loops.scaled_backward(model[0].weight.float().pow(2).mean(), optimizers)
-    for optimizer in reversed(optimizers):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
-def test_weights_put_back_but_for_their_rounding_are_no_mistake(level):
-    """Finite differences."""
-    model, optimizer = loops.prepared(level)
-    for x, y in loops.batches(4):
-        for share in (0.01, -0.02, 0.01):
-            for param in model.parameters():
-                param.data.add_(share)
-        loops.train_step(model, optimizer, x, y)

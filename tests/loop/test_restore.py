@@ -133,9 +133,8 @@ def test_a_model_restored_alone_is_fp32_and_its_prepared_optimizer_trains_it_on(
 
 
 def refused(error, words, model, optimizer=None):
-    objects = [
-        each for part in (model, optimizer) for each in (part if type(part) is list else [part])
-    ]
+    parts = [part if type(part) is list else [part] for part in (model, optimizer)]
+    objects = [*parts[0], *parts[1]]
     with loops.nothing_changes(*objects), pytest.raises(error, match=words):
         amp.restore(model, optimizer)
 

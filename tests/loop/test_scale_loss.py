@@ -6,7 +6,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from tests.support import loops
@@ -52,9 +51,7 @@ def test_scale_1_gives_the_loss_itself_and_an_empty_list_only_scales():
 def test_an_fp16_loss_overflows_at_the_first_scale_and_then_trains():
     model, optimizer = loops.one_weight("O1")
     for weight in (1.0, 0.875):
-        loops.scaled_backward(model.weight.sum().half(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        loops.descend(model.weight.sum().half(), optimizer)
         assert (model.weight, loops.loss_scale()) == (weight, 2.0**15)
 
 
@@ -161,21 +158,6 @@ def test_gradients_of_a_block_with_a_graph_train_through_double_backward(level, 
         torch.testing.assert_close(stepped.grad.float(), param.grad, rtol=eps, atol=bound)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointed_layers_give_the_gradients_of_plain_ones(level, use_reentrant):
-    x, y = loops.batch()
-    x.requires_grad_()
-    found = []
-    checkpointed = loops.Body(
-        lambda self, x: checkpoint(self.net, x, use_reentrant=use_reentrant), net=loops.net()
-    )
-    for net in (loops.net(), checkpointed):
-        model, optimizer = loops.prepared(level, model=net)
-        loops.backward(model, optimizer, x, y)
-        found.append(loops.grads(amp.master_params(optimizer)))
-    assert loops.same(*found)
-
-
 # -- exceptions ------------------------------------------------------------------------------
 
 
@@ -195,10 +177,10 @@ def fail(model, optimizer, *, early=False, clears=False, **options):
         block()
 
 
-@pytest.mark.parametrize(
-    ("level", "early"),
-    [(level, True) for level in loops.LEVELS_SHORT] + [("O1", False), ("O2", False)],
-)
+EXITS = [(level, True) for level in loops.LEVELS_SHORT] + [("O1", False), ("O2", False)]
+
+
+@pytest.mark.parametrize(("level", "early"), EXITS)
 def test_after_an_exception_inside_all_goes_on_as_if_nothing_had_happened(level, early):
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"])
     loop = Loop(level, loops.net().parameters(), loops.OPTIMIZERS["Adam"])

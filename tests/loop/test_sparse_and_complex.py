@@ -111,7 +111,6 @@ def test_inf_in_such_a_gradient_skips_the_step(level, kind):
         model, optimizer = loops.prepared(level, model=Rotation(), loss_scale="dynamic")
         loss = model.factor.abs().sum()
     before = loops.masters(optimizer)
-    loops.scaled_backward(loss * float("inf"), optimizer)
-    optimizer.step()
+    loops.descend(loss * float("inf"), optimizer)
     assert loops.same(before, loops.masters(optimizer))
     assert loops.loss_scale() == 2.0**15

@@ -44,11 +44,8 @@ def test_training_by_functional_call_is_training(level):
     model, optimizer = loops.prepared(level)
     loop = Loop(level, loops.net().parameters(), loops.sgd)
     for x, y in loops.batches(3):
-        optimizer.zero_grad()
         params = dict(model.named_parameters())
-        loss = F.mse_loss(functional_call(model, params, (x,)).float(), y)
-        loops.scaled_backward(loss, optimizer)
-        optimizer.step()
+        loops.descend(F.mse_loss(functional_call(model, params, (x,)).float(), y), optimizer)
         loop.train_step(x, y)
     assert loops.same(loops.masters(optimizer), loop.stepped)
 

@@ -11,7 +11,7 @@ from torch import nn
 from apex import amp
 from tests.model.idioms import IDIOMS
 from tests.model.test_data_parallel import replicate
-from tests.support.loops import at_levels, saved_and_loaded, scaled_backward
+from tests.support.loops import at_levels, descend, saved_and_loaded
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
@@ -95,9 +95,7 @@ def test_a_model_whose_parameters_are_groups_trains_as_one_whose_are_not(level):
         torch.optim.SGD([beside], lr=0.5).step()  # of no prepared model
         assert beside.item() == 0.5
         for _ in range(2):
-            scaled_backward(model(torch.ones(1, 2)).float().sum(), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(model(torch.ones(1, 2)).float().sum(), optimizer)
         trained.append(model.state_dict())
     assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[1])
 

@@ -117,9 +117,10 @@ def test_tensors_in_containers_are_cast_in_a_container_of_the_same_type():
         assert model.seen[0][0] is given
 
 
-@pytest.mark.parametrize(
-    "value", [None, 3, 2.5, "a", torch.arange(2), torch.ones(1, dtype=torch.complex64), nn.ReLU()]
-)
+OTHERS = [None, 3, 2.5, "a", torch.arange(2), torch.ones(1, dtype=torch.complex64), nn.ReLU()]
+
+
+@pytest.mark.parametrize("value", OTHERS)
 def test_what_holds_no_floating_tensor_stays(value):
     model = converted(Echo())
     model([value], name=value)
@@ -230,9 +231,10 @@ def test_integers_in_an_object_with_a_to_train_their_own_rows(make, level):
     assert model.seen.x.dtype is low[level]
 
 
-@pytest.mark.parametrize(
-    ("make", "level"), [(make, "O4") for make in CASTABLE] + [(Graphs, "O1"), (Graphs, "O0")]
-)
+STAYING = [(make, "O4") for make in CASTABLE] + [(Graphs, "O1"), (Graphs, "O0")]
+
+
+@pytest.mark.parametrize(("make", "level"), STAYING)
 def test_at_levels_that_cast_no_weights_objects_stay(make, level):
     batch = make(IDS, torch.ones(2, dtype=torch.float64))
     model = converted(Echo(), level)

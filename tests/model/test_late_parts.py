@@ -71,9 +71,8 @@ def test_weights_that_get_data_of_another_shape_train_on(level, reads):
 
 @casting_levels
 def test_late_parts_get_the_dtypes_that_the_level_gives_their_like(level):
-    model, optimizer = prepare(
-        level, nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)), fp32_modules=[nn.LayerNorm]
-    )
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2))
+    model, optimizer = prepare(level, model, fp32_modules=[nn.LayerNorm])
     model.append(nn.BatchNorm1d(2))
     model.append(nn.LayerNorm(2))
     model.register_buffer("late", torch.ones(2))

@@ -44,9 +44,10 @@ def cycle(level, *, restores):
         amp.restore(model, optimizer)
 
 
-@pytest.mark.parametrize(
-    ("level", "restores"), [("O2", True), ("O1", True), ("O1", False), ("O5", False)]
-)
+RESTORED = [("O2", True), ("O1", True), ("O1", False), ("O5", False)]
+
+
+@pytest.mark.parametrize(("level", "restores"), RESTORED)
 def test_cycles_leave_no_tensor_and_no_object(level, restores):
     for _ in range(3):
         cycle(level, restores=restores)

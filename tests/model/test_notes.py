@@ -5,11 +5,10 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from apex import amp
 from tests.model.nets import LOW, converted
-from tests.support.loops import Body, at_levels, scaled_backward
+from tests.support.loops import Body, at_levels, descend
 
 level = at_levels("O2", "O3", "O5")
 
@@ -22,9 +21,7 @@ def train_prepared(model, steps=4, level="O5", after=lambda model: None, lr=0.1,
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
     for _ in range(steps):
-        optimizer.zero_grad()
-        scaled_backward(model(torch.ones(2, 4)).float().mean(), optimizer)
-        optimizer.step()
+        descend(model(torch.ones(2, 4)).float().mean(), optimizer)
         after(model)
     return model, optimizer
 
@@ -416,18 +413,4 @@ def test_frozen_weights_that_are_loaded_or_stay_are_not_named(caplog):
     model[0].load_state_dict(nn.Linear(4, 4).state_dict())
     for _ in range(3):
         model(torch.ones(2, 4))
-    assert not messages(caplog)
-
-
-def test_copies_and_averages_of_them_are_not_named(caplog):
-    model, optimizer = train_prepared(nn.Sequential(nn.Linear(4, 4)))
-    twin, average = copy.deepcopy(model), AveragedModel(model)
-    for _ in range(6):
-        optimizer.zero_grad()
-        scaled_backward(model(torch.ones(2, 4)).float().mean(), optimizer)
-        optimizer.step()
-        average.update_parameters(model)
-        with torch.no_grad():
-            for old, new in zip(twin.parameters(), model.parameters(), strict=True):
-                old.mul_(0.999).add_(new, alpha=0.001)
     assert not messages(caplog)

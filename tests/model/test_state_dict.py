@@ -74,15 +74,6 @@ def test_own_state_dict_of_the_model_is_honoured():
     assert state["n"] == 3
 
 
-def test_loading_sets_parameters_rounded_and_masters_exactly():
-    model, masters = with_masters(BufferNet())
-    state = random_state(model)
-    model.load_state_dict(state)
-    assert torch.equal(model.first.weight, state["first.weight"].to(LOW))
-    assert torch.equal(exact_of(model, masters, "first.weight"), state["first.weight"])
-    assert torch.equal(model.norm.weight, state["norm.weight"])
-
-
 def test_loading_tied_parameters_sets_the_one_master():
     model, masters = with_masters(Tied())
     value = torch.rand(5, 3)

@@ -77,9 +77,10 @@ def of_each(models):
     return [loops.sgd(model.parameters()) for model in models]
 
 
-@pytest.mark.parametrize(
-    ("make", "step"), [(of_all, joint_step), (of_each, joint_step), (of_each, steps_in_turn)]
-)
+STEPS = [(of_all, joint_step), (of_each, joint_step), (of_each, steps_in_turn)]
+
+
+@pytest.mark.parametrize(("make", "step"), STEPS)
 def test_two_models_that_share_a_weight_train_as_in_fp32(level, make, step):
     found = []
     for scaled in (False, True):

@@ -110,9 +110,8 @@ def test_gradients_add_up_where_all_parameters_have_16_bits(wrapper):
     for _ in range(2):
         optimizer.backward(model(torch.ones(1, 3, dtype=torch.float16)).sum())
     optimizer.step()
-    torch.testing.assert_close(
-        before - model.bias, torch.full_like(before, 0.25), atol=1e-3, rtol=0
-    )
+    expected = torch.full_like(before, 0.25)
+    torch.testing.assert_close(before - model.bias, expected, atol=1e-3, rtol=0)
 
 
 def test_masters_may_get_the_gradients_of_several_losses_at_once():

@@ -149,9 +149,7 @@ def test_a_script_may_share_the_overflow_flag_over_ranks(level, put, update, mon
     put(monkeypatch, update)
     for elsewhere, expected in ((False, (0.9375, 2.0**16, 1)), (True, (0.9375, 2.0**15, 0))):
         scaler().elsewhere = elsewhere
-        optimizer.zero_grad()
-        loops.scaled_backward(loops.slope(model, 0.5), optimizer)
-        optimizer.step()
+        loops.descend(loops.slope(model, 0.5), optimizer)
         assert (model.weight, loops.scale(), loops.unskipped()) == expected
     assert capsys.readouterr().out.count("reducing loss scale to 32768.0") == 1
 

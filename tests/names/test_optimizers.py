@@ -272,22 +272,7 @@ def test_a_subclass_may_step_by_the_functions_of_its_class():
         assert callable(getattr(getattr(optimizers, name), f"multi_tensor_{function}"))
 
 
-# -- at amp's levels, and on a GPU ---------------------------------------------------------------
-
-
-@every
-def test_an_overflow_skips_the_step_and_halves_the_scale_without_a_wait(name):
-    def make(params):
-        return fused.MAKERS[name](list(params))
-
-    model, optimizer = loops.prepared("O5", make, loss_scale="dynamic")
-    loops.train_step(model, optimizer, *loops.batch())
-    before, scale = fused.snapshot(optimizer), loops.loss_scale()
-    with HostReads() as reads:
-        loops.train_step(model, optimizer, *loops.overflowing())
-    assert reads.count == 0
-    assert loops.same(fused.snapshot(optimizer), before)
-    assert loops.loss_scale() == scale / 2
+# -- on a GPU -----------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

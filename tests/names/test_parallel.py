@@ -8,17 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from apex import amp
-from apex.parallel import (
-    LARC,
-    DistributedDataParallel,
-    Reducer,
-    SyncBatchNorm,
-    convert_syncbn_model,
-    create_syncbn_process_group,
-    multiproc,
-)
+from apex import amp, parallel
 from apex.parallel import distributed as d
+from apex.parallel import multiproc
 from tests.support import loops
 from tests.support.ranks import fake_group
 
@@ -75,7 +67,7 @@ def step_by_hand(params, momentum, *, trust_coefficient=0.02, clip=True, eps=1e-
 @pytest.mark.parametrize("level", ["O0", *LEVELS])
 def test_larc_steps_the_masters_by_the_trust_ratio_and_skips_or_takes_closures(level):
     for options in OPTIONS:
-        make = functools.partial(lambda own, params: LARC(sgd(params), **own), options)
+        make = functools.partial(lambda own, params: parallel.LARC(sgd(params), **own), options)
         scale = {"loss_scale": "dynamic" if level in ("O1", "O2") else 8.0, "max_loss_scale": 8.0}
         model, optimizer = loops.prepared(level, make, **scale)
         twin, momentum = list(map(nn.Parameter, loops.masters(optimizer))), {}
@@ -99,7 +91,7 @@ def test_larc_steps_the_masters_by_the_trust_ratio_and_skips_or_takes_closures(l
 def test_larc_is_a_wrapper_that_leaves_the_optimizers_options():
     model = ConvNet()
     inner = sgd(model.first.parameters())
-    optimizer = LARC(inner)
+    optimizer = parallel.LARC(inner)
     assert optimizer.param_groups is inner.param_groups
     assert optimizer.state is inner.state
     assert optimizer.defaults is inner.defaults
@@ -114,7 +106,7 @@ def test_larc_is_a_wrapper_that_leaves_the_optimizers_options():
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1]
     model(x()).sum().backward()
     optimizer.step()
-    other = LARC(sgd([{"params": group["params"]} for group in inner.param_groups]))
+    other = parallel.LARC(sgd([{"params": group["params"]} for group in inner.param_groups]))
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert str(other.state_dict()) == str(optimizer.state_dict())
     optimizer.zero_grad()
@@ -123,12 +115,12 @@ def test_larc_is_a_wrapper_that_leaves_the_optimizers_options():
 
 def test_larc_refuses_bad_input():
     with pytest.raises(TypeError, match=r"LARC got Linear; it wraps a torch\.optim\.Optimizer"):
-        LARC(nn.Linear(1, 1))
+        parallel.LARC(nn.Linear(1, 1))
     optimizer = sgd(ConvNet().parameters())
     with pytest.raises(ValueError, match="trust_coefficient is -1"):
-        LARC(optimizer, trust_coefficient=-1.0)
+        parallel.LARC(optimizer, trust_coefficient=-1.0)
     with pytest.raises(TypeError, match="clip is 'no'; it must be a bool"):
-        LARC(optimizer, clip="no")
+        parallel.LARC(optimizer, clip="no")
 
 
 # -- convert_syncbn_model and groups -------------------------------------------------------------
@@ -138,9 +130,9 @@ def test_conversion_keeps_everything_but_the_class():
     model, plain, calls = ConvNet().eval(), ConvNet().eval(), []
     before = [*model.parameters(), *model.buffers()]
     handle = model.norm.register_forward_hook(lambda *args: calls.append(1))
-    assert convert_syncbn_model(model) is model
+    assert parallel.convert_syncbn_model(model) is model
     layer = model.block[0]
-    assert type(layer) is type(model.norm) is SyncBatchNorm
+    assert type(layer) is type(model.norm) is parallel.SyncBatchNorm
     assert (layer.eps, layer.momentum, layer.num_features, layer.training) == (1e-3, 0.3, 4, False)
     assert all(map(lambda a, b: a is b, before, [*model.parameters(), *model.buffers()]))
     assert torch.equal(model.train()(x()), plain.train()(x()))
@@ -150,42 +142,42 @@ def test_conversion_keeps_everything_but_the_class():
     assert calls == [1]
     assert torch.equal(copy.deepcopy(model)(x()), model(x()))
     layer.fuse_relu = True
-    assert convert_syncbn_model(model).block[0].fuse_relu
+    assert parallel.convert_syncbn_model(model).block[0].fuse_relu
     single = nn.InstanceNorm1d(2)
-    assert type(convert_syncbn_model(single)) is nn.InstanceNorm1d
+    assert type(parallel.convert_syncbn_model(single)) is nn.InstanceNorm1d
 
 
 def test_what_cannot_be_converted_is_refused_and_nothing_changes():
     model = ConvNet()
     with pytest.raises(TypeError, match="convert_syncbn_model got list"):
-        convert_syncbn_model([model])
+        parallel.convert_syncbn_model([model])
     with pytest.raises(TypeError, match="process_group is"):
-        convert_syncbn_model(model, [0, 1])
+        parallel.convert_syncbn_model(model, [0, 1])
     layer = nn.BatchNorm1d(2)
     nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
     model = nn.Sequential(nn.BatchNorm1d(2), layer)
     with pytest.raises(ValueError, match="with a parametrization"):
-        convert_syncbn_model(model)
+        parallel.convert_syncbn_model(model)
     assert type(model[0]) is nn.BatchNorm1d
     layer = nn.BatchNorm1d(2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     amp.initialize(layer, optimizer, opt_level="O2", verbosity=0)
     with pytest.raises(ValueError, match="prepared on its own"):
-        convert_syncbn_model(layer)
+        parallel.convert_syncbn_model(layer)
 
 
 def test_groups_are_neighbouring_ranks():
     with fake_group(3, 4):
         for size, ranks in ((1, [3]), (2, [2, 3]), (4, [0, 1, 2, 3])):
-            group = create_syncbn_process_group(size)
+            group = parallel.create_syncbn_process_group(size)
             assert torch.distributed.get_process_group_ranks(group) == ranks
-        assert create_syncbn_process_group(0) is None
+        assert parallel.create_syncbn_process_group(0) is None
         with pytest.raises(ValueError, match="group_size is -1; it must be an integer"):
-            create_syncbn_process_group(-1)
+            parallel.create_syncbn_process_group(-1)
         with pytest.raises(ValueError, match="divisible"):
-            create_syncbn_process_group(3)
+            parallel.create_syncbn_process_group(3)
         with pytest.raises(TypeError, match="contains this process"):
-            SyncBatchNorm(3, process_group=torch.distributed.new_group([0, 1]))
+            parallel.SyncBatchNorm(3, process_group=torch.distributed.new_group([0, 1]))
 
 
 # -- DistributedDataParallel, Reducer, flat calls ------------------------------------------------
@@ -195,13 +187,13 @@ def test_a_wrapper_is_torchs_and_takes_options_without_a_meaning_today(alone):
     model = nn.Linear(2, 2)
     options = {"allreduce_trigger_params": list(model.parameters()), "num_allreduce_streams": 2}
     options |= {"allreduce_communicators": ([None], [None]), "gradient_average_split_factor": 2.0}
-    wrapped = DistributedDataParallel(model, message_size=2**20, prof=True, **options)
+    wrapped = parallel.DistributedDataParallel(model, message_size=2**20, prof=True, **options)
     assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
     assert wrapped.bucket_bytes_cap == 4 * 2**20
     assert list(wrapped.state_dict()) == ["module.weight", "module.bias"]
     wrapped.sync_bucket_structure()
     wrapped.comm_ready_buckets(model.weight)
-    delayed = DistributedDataParallel(model, delay_allreduce=True)
+    delayed = parallel.DistributedDataParallel(model, delay_allreduce=True)
     with torch.no_grad():
         assert not delayed(torch.ones(1, 2)).requires_grad
 
@@ -221,15 +213,15 @@ BAD_OPTIONS = [
 @pytest.mark.parametrize(("options", "error", "message"), BAD_OPTIONS)
 def test_bad_options_are_refused(alone, options, error, message):
     with pytest.raises(error, match=message):
-        DistributedDataParallel(nn.Linear(2, 2), **options)
+        parallel.DistributedDataParallel(nn.Linear(2, 2), **options)
 
 
 def test_without_a_process_group_calls_are_refused():
-    for call in (Reducer, DistributedDataParallel):
+    for call in (parallel.Reducer, parallel.DistributedDataParallel):
         with pytest.raises(ValueError, match="init_process_group"):
             call(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="init_process_group"):
-        create_syncbn_process_group(2)
+        parallel.create_syncbn_process_group(2)
 
 
 def test_tensors_are_split_by_type_and_found_in_any_nesting():
@@ -270,9 +262,7 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize(("status", "text", "given", "received"), SCRIPTS)
-def test_multiproc_starts_a_script_per_rank(
-    tmp_path, monkeypatch, caplog, status, text, given, received
-):
+def test_multiproc_starts_each_rank(tmp_path, monkeypatch, caplog, status, text, given, received):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

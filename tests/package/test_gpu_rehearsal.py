@@ -18,16 +18,13 @@ from tests.support.emulated_cuda import build
 
 ROOT = Path(__file__).parents[2]
 
-rehearsed = pytest.mark.skipif(
-    not os.environ.get("STRESS"), reason="make stress rehearses make gpu"
-)
+WHERE = "make stress rehearses make gpu"
+rehearsed = pytest.mark.skipif(not os.environ.get("STRESS"), reason=WHERE)
 
 
 @rehearsed
 @pytest.mark.emulated
-def test_checks_that_crash_and_hang_lose_themselves_only_and_a_second_call_goes_on(
-    tmp_path, monkeypatch, capfd
-):
+def test_a_check_that_crashes_or_hangs_loses_itself_alone(tmp_path, monkeypatch, capfd):
     def rehearse(*arguments):
         command = ["benchmarks.gpu", "--tiny", "--results", str(tmp_path), "facts", "faults"]
         monkeypatch.setattr(sys, "argv", [*command, *arguments])

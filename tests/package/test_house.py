@@ -70,23 +70,3 @@ def test_without_the_watchers_amp_trains_the_same_numbers(tmp_path):
         command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
-
-
-MAKERS = {"full", "zeros", "ones", "empty", "tensor", "arange", "as_tensor", "linspace", "eye"}
-MAKERS |= {"rand", "randn", "scalar_tensor", "empty_strided", "asarray", "logspace"}
-
-
-def test_every_new_tensor_that_is_no_parameter_states_dtype_and_device():
-    found = []
-    for path in (ROOT / "src").rglob("*.py"):
-        nodes = ast.walk(ast.parse(path.read_text()))
-        calls = [node for node in nodes if isinstance(node, ast.Call)]
-        params = [call for call in calls if ast.unparse(call.func).endswith("nn.Parameter")]
-        made = {id(each) for param in params for each in ast.walk(param)}
-        for call in calls:
-            owner, _, name = ast.unparse(call.func).rpartition(".")
-            stated = {keyword.arg for keyword in call.keywords}
-            states = {"dtype", "device"} <= stated or id(call) in made
-            if owner == "torch" and name in MAKERS and not states:
-                found.append(f"{path.name}: {ast.unparse(call)}")
-    assert found == []

@@ -288,10 +288,11 @@ def test_the_registry_finds_both_classes_by_their_names(name, kind):
 
 
 # MMEngine's checkpoints hold its log history, which torch.load refuses by default.
+RESUMED = [(BY_SCOPE, "O1"), (BY_SCOPE, "O2"), (BY_PATH, "O5"), (BY_NAME, "O5")]
+
+
 @pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-@pytest.mark.parametrize(
-    ("name", "level"), [(BY_SCOPE, "O1"), (BY_SCOPE, "O2"), (BY_PATH, "O5"), (BY_NAME, "O5")]
-)
+@pytest.mark.parametrize(("name", "level"), RESUMED)
 def test_a_resumed_run_ends_as_a_whole_one_and_saves_fp32(name, level, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     config = write_configs(tmp_path, name, level)

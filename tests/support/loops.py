@@ -158,6 +158,15 @@ def scaled_backward(loss, optimizers, **options):
         scaled_loss.backward()
 
 
+def descend(loss, *optimizers, **options):
+    """Clears the gradients, runs a pass, and steps."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    scaled_backward(loss, [*optimizers], **options)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 def backward(model, optimizer, x, y, **options):
     loss = loss_of(model, x, y)
     with amp.scale_loss(loss, optimizer, **options) as scaled_loss:  # a call is another graph

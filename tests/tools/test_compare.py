@@ -14,7 +14,7 @@ from apex.tools.compare.table import comparison_text
 from apex.tools.compare.target import open_target
 from apex.tools.errors import InputError
 from tests.support.emulation import emulate
-from tests.support.loops import scaled_backward
+from tests.support.loops import descend
 from tests.tools.cases import FAILS_IN_BF16, TARGET, by_name, compared, written
 
 pytestmark = pytest.mark.usefixtures("ideal_machine")
@@ -44,9 +44,7 @@ def test_a_level_trains_as_a_plain_amp_loop_does(every, level):
         if not prepared:
             prepared.append(amp.initialize(model, optimizer, opt_level=level, verbosity=0))
         loss = experiment.loss(model, batch)
-        scaled_backward(loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(loss, optimizer)
         return loss
 
     losses = by_hand(every.target, step)

@@ -181,19 +181,15 @@ def test_an_argument_that_is_not_taken_or_has_no_effect_is_told(name, argument, 
 
 CALLS = [
     ("FusedAdam(params, amsgrad=True)", "FusedAdam does not support the AMSGrad variant."),
-    ("FusedLAMB(params, lr=args.lr, amsgrad=True)", "FusedLAMB does not support the AMSGrad"),
     ("FusedSGD(params, lr=-1.0)", "lr is -1.0; it must be "),
     ("FusedAdam(params, master_weights=True)", "master_weights=True only with capturable"),
     ("FusedAdam(params, master_weights=True, capturable=args.capturable)", ""),
-    ("FusedAdam(params, lr=args.lr, betas=(0.9, 0.99))", ""),
     ("amp.initialize(m, o, opt_level='O6')", "Unexpected optimization level 'O6'."),
     ("amp.initialize(m, o, opt_level='O1', master_weights=True)", "has no meaning at O1"),
     ("amp.initialize(m, o, keep_batchnorm_fp32=True)", "keep_batchnorm_fp32=True has no mean"),
-    ("amp.initialize(m, o, opt_level='O2', loss_scale=-1)", "loss_scale is -1"),
     ("amp.initialize(m, o, opt_level=args.level, master_weights=True)", ""),
     ("amp.initialize(m, o, master_weights=True, **options)", ""),
     ("amp.initialize(m, o, opt_level='O6', enabled=False)", ""),
-    ("amp.initialize(m, o, opt_level='O2', master_weights=True, loss_scale='dynamic')", ""),
     ("amp.initialize(DDP(m), o)", "pass the model itself, and wrap it after amp.initialize"),
     ("m = DDP(m)\namp.initialize(m, o)", "pass the model itself"),
     ("m = amp.initialize(m)\nm = DDP(m)", ""),
@@ -206,7 +202,7 @@ CALLS = [
 def test_a_call_that_always_raises_is_not_supported_and_no_other(call, message):
     imports = """
 from apex import amp
-from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from apex.optimizers import FusedAdam, FusedSGD
 from torch.nn.parallel import DistributedDataParallel as DDP
 """
     verdicts = map(verdict_of, names(ast.parse(imports + call)))
@@ -321,9 +317,7 @@ EXIT_CODES = [
 
 
 @pytest.mark.parametrize(("arguments", "code", "message"), EXIT_CODES)
-def test_the_exit_code_says_whether_every_use_works(
-    folder, monkeypatch, capsys, arguments, code, message
-):
+def test_the_exit_code_says_if_all_works(folder, monkeypatch, capsys, arguments, code, message):
     monkeypatch.chdir(folder)
     (folder / "lab.ipynb").write_text('{"cells": [{"source": ["from apex import amp"]}]}')
     assert main(["migrate", *arguments]) == code

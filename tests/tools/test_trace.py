@@ -68,6 +68,12 @@ def trace(tmp_path, capsys, monkeypatch):
     return run
 
 
+def check(traced, code, *words):
+    ended, out, _ = traced
+    assert ended == code, out
+    assert [each for each in words if each not in out] == [], out
+
+
 def report_of(output):
     return output[output.index("\napex trace: ") + 1 :].splitlines()
 
@@ -119,15 +125,14 @@ def test_compiled_models_run_uncompiled_and_are_traced(trace, how):
 
 
 def test_threads_of_the_script_are_traced(trace):
-    code, out, _ = trace("""
+    traced = trace("""
         import threading
         worker = threading.Thread(target=train, args=(Net(), [torch.full((2, 2), 1e6)] * 2))
         worker.start()
         worker.join()
     """)
-    assert code == cli.NOT_FINITE
-    assert "aten.exp in 1, forward" in out
-    assert "step 1" in out  # an exception in a thread would end that thread only
+    # An exception in a thread would end that thread only.
+    check(traced, cli.NOT_FINITE, "aten.exp in 1, forward", "step 1")
 
 
 # -- loss scales -----------------------------------------------------------------------------------
@@ -169,9 +174,7 @@ SCALES = {
 
 @pytest.mark.parametrize(("body", "said"), SCALES.values(), ids=SCALES)
 def test_overflows_by_which_a_scale_finds_its_value_are_no_fault(trace, body, said):
-    code, out, _ = trace(body)
-    assert code == cli.OK, out
-    assert f"{said} overflowed." in out
+    check(trace(body), cli.OK, f"{said} overflowed.")
 
 
 def test_data_of_another_process_is_data(trace):
@@ -182,23 +185,19 @@ def test_data_of_another_process_is_data(trace):
         xs = torch.utils.data.DataLoader(xs.tolist(), None, num_workers=1, **options)
         train(nn.Linear(2, 2), xs)
     """
-    code, out, _ = trace(body, "nan")
-    assert code == cli.NOT_FINITE
-    assert "aten.addmm in the model, forward, returned nan in float32" in out
-    assert "cause  data: " in out
-    assert "after 4 optimizer steps" in out
+    found = "aten.addmm in the model, forward, returned nan in float32"
+    check(trace(body, "nan"), cli.NOT_FINITE, found, "cause  data: ", "after 4 optimizer steps")
 
 
 def test_a_file_that_holds_nan_weights_is_no_data(trace):
-    code, out, _ = trace("""
+    traced = trace("""
         net, state = nn.Linear(2, 2), nn.Linear(2, 2).state_dict()
         state["weight"].numpy()[0, 0] = float("nan")  # unseen by torch, as in a file
         net.load_state_dict(state)
         train(net, [torch.ones(2, 2)] * 3)
     """)
-    assert code == cli.NOT_FINITE
-    assert "cause  weights: the model's weights or buffers" in out
-    assert "remedy 1. check the file that they come from" in out
+    cause = "cause  weights: the model's weights or buffers"
+    check(traced, cli.NOT_FINITE, cause, "remedy 1. check the file that they come from")
 
 
 STANDS_STILL = """
@@ -214,21 +213,17 @@ STANDS_STILL = """
 
 
 def test_a_clean_trace_points_to_the_options_that_name_what_stands_still(trace):
-    code, out, _ = trace(STANDS_STILL)
-    assert code == cli.OK
-    assert "`apex trace --digits train.py` finds operators" in out
-    code, out, _ = trace(STANDS_STILL, options=["--digits", "--json", "digits.json"])
-    assert code == cli.NOT_FINITE
-    assert "Digits first lost: aten.add_ outside the model" in out
-    assert "The script was stopped there" in out
+    check(trace(STANDS_STILL), cli.OK, "`apex trace --digits train.py` finds operators")
+    traced = trace(STANDS_STILL, options=["--digits", "--json", "digits.json"])
+    lost = "Digits first lost: aten.add_ outside the model"
+    check(traced, cli.NOT_FINITE, lost, "The script was stopped there")
     with open("digits.json") as file:
         assert json.load(file)["worst"]["kind"] == "lost update"
-    code, out, _ = trace(STANDS_STILL, options=["--updates"])
-    assert code == cli.NOT_FINITE
-    assert "Updates lost: 100 % of the weights that 10 steps should have moved stayed" in out
-    code, out, _ = trace(GOOD, options=["--updates", "--keep-going"])
-    assert code == cli.OK
-    assert "Updates arrive: 0 % of the weights that 3 steps" in out
+    traced = trace(STANDS_STILL, options=["--updates"])
+    lost = "Updates lost: 100 % of the weights that 10 steps should have moved stayed"
+    check(traced, cli.NOT_FINITE, lost)
+    traced = trace(GOOD, options=["--updates", "--keep-going"])
+    check(traced, cli.OK, "Updates arrive: 0 % of the weights that 3 steps")
 
 
 def test_gradients_that_are_all_0_are_no_all_clear(trace):
@@ -237,13 +232,9 @@ def test_gradients_that_are_all_0_are_no_all_clear(trace):
         nn.init.constant_(net[0].bias, -100.0)
         train(net, [torch.ones(2, 2, dtype=torch.bfloat16)] * 3)
     """
+    said = "No weight got a gradient: aten.threshold_backward in 1 returned zeros in bfloat16.\n"
     for option in ("--digits", "--updates"):
-        code, out, _ = trace(body, options=[option])
-        assert code == cli.NOT_FINITE
-        assert (
-            "No weight got a gradient: aten.threshold_backward in 1 returned zeros in bfloat16.\n"
-            in out
-        )
+        check(trace(body, options=[option]), cli.NOT_FINITE, said)
 
 
 UNDERFLOW = """
@@ -265,32 +256,32 @@ main()
 
 
 def test_gradients_that_all_underflow_are_named_with_a_remedy(trace):
-    code, out, _ = trace(UNDERFLOW, options=["--digits"])
-    assert code == cli.NOT_FINITE
-    assert "No weight got a gradient: " in out
-    assert "returned zeros in float16.\n" in out
-    assert "cause  underflow: gradients below 3e-8 have no place in fp16" in out
-    assert "1. scale the loss, loss_scale='dynamic'" in out
-    assert "2. use bf16, which has the range of fp32: opt_level='O5'" in out  # the model is gone
-    code, out, _ = trace(UNDERFLOW, options=["--updates"])
-    assert code == cli.NOT_FINITE
-    assert "`apex trace --digits` looks for these." in out
+    words = (
+        "No weight got a gradient: ",
+        "returned zeros in float16.\n",
+        "cause  underflow: gradients below 3e-8 have no place in fp16",
+        "1. scale the loss, loss_scale='dynamic'",
+        "2. use bf16, which has the range of fp32: opt_level='O5'",  # the model is gone
+    )
+    check(trace(UNDERFLOW, options=["--digits"]), cli.NOT_FINITE, *words)
+    traced = trace(UNDERFLOW, options=["--updates"])
+    check(traced, cli.NOT_FINITE, "`apex trace --digits` looks for these.")
+
+
+CUTS = [
+    (
+        "net[1](net[0](x).detach()).sum()",
+        "backward passes end in Linear[1].\n{line}\n{source}\nWhat comes before it is data, "
+        "detached, frozen, or an integer.\nGradients reach Linear[1]:bias, Linear[1]:weight, ",
+    ),
+    ("(net(x).round().int() * scale).sum()", "backward passes end outside the model.\n{line}"),
+    ("net(x).sum().detach().requires_grad_()", "no operator ran backward, as if the loss were"),
+    ("net.requires_grad_(False)(x).sum() * scale", "backward passes end outside the model.\n"),
+]
 
 
 @pytest.mark.parametrize("option", ["--digits", "--updates"])
-@pytest.mark.parametrize(
-    ("cut", "said"),
-    [
-        (
-            "net[1](net[0](x).detach()).sum()",
-            "backward passes end in Linear[1].\n{line}\n{source}\nWhat comes before it is data, "
-            "detached, frozen, or an integer.\nGradients reach Linear[1]:bias, Linear[1]:weight, ",
-        ),
-        ("(net(x).round().int() * scale).sum()", "backward passes end outside the model.\n{line}"),
-        ("net(x).sum().detach().requires_grad_()", "no operator ran backward, as if the loss were"),
-        ("net.requires_grad_(False)(x).sum() * scale", "backward passes end outside the model.\n"),
-    ],
-)
+@pytest.mark.parametrize(("cut", "said"), CUTS)
 def test_the_place_where_gradients_end_is_named(trace, option, cut, said):
     body = f"""
         net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -302,13 +293,13 @@ def test_the_place_where_gradients_end_is_named(trace, option, cut, said):
             loss.backward()
             optimizer.step()
     """
-    code, out, _ = trace(body, options=[option])
-    assert code == cli.NOT_FINITE
+    traced = trace(body, options=[option])
     with open("train.py") as file:
         lines = [line.strip() for line in file]
     source = f"loss = {cut}"
     line = f"{os.path.abspath('train.py')}:{lines.index(source) + 1}"
-    assert f"No weight got a gradient: {said.format(line=line, source=source)}" in out
+    said = f"No weight got a gradient: {said.format(line=line, source=source)}"
+    check(traced, cli.NOT_FINITE, said)
 
 
 @pytest.mark.parametrize("option", ["--digits", "--updates"])
@@ -338,10 +329,8 @@ LIMITED = [
 
 
 @pytest.mark.parametrize(("line", "code", "said"), LIMITED)
-def test_an_overflow_that_an_operator_limits_is_no_fault_but_a_norm_that_makes_0_is(
-    trace, line, code, said
-):
-    ended, out, _ = trace(f"""
+def test_an_overflow_that_an_operator_limits_is_no_fault(trace, line, code, said):
+    traced = trace(f"""
         net = nn.Linear(2, 2).half()
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
         for _ in range(3):
@@ -350,10 +339,8 @@ def test_an_overflow_that_an_operator_limits_is_no_fault_but_a_norm_that_makes_0
             (net(d / 1000) + {line}).float().mean().backward()
             optimizer.step()
     """)
-    assert ended == code
-    assert said in out
     heading = "Harmless" if code == cli.OK else "First"
-    assert f"{heading} overflow: aten." in out
+    check(traced, code, said, f"{heading} overflow: aten.")
 
 
 # -- the script runs as under python -----------------------------------------------------------
@@ -459,13 +446,11 @@ EARLY_ENDS = [
 
 @pytest.mark.parametrize(("end", "code", "said"), EARLY_ENDS)
 def test_a_script_that_ends_before_its_backward_pass_is_reported(trace, end, code, said):
-    ended, out, _ = trace(f"""
+    traced = trace(f"""
         loss = (nn.Linear(2, 2)(torch.zeros(1, 2)) * 0).log().mean()
         {end}
     """)
-    assert ended == code
-    assert "First inf: aten.log outside the model" in out
-    assert said in out
+    check(traced, code, "First inf: aten.log outside the model", said)
 
 
 # -- arguments, JSON, errors -----------------------------------------------------------------------
@@ -515,8 +500,7 @@ def test_a_report_is_finished_when_another_rank_has_ended(tmp_path, monkeypatch)
 def test_each_rank_reports_and_writes_for_itself(trace, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    code, out, _ = trace(BAD, options=["--json", "trace.json"])
-    assert code == cli.NOT_FINITE
-    assert "[rank 1] First overflow: aten.exp in 1, forward" in out
+    traced = trace(BAD, options=["--json", "trace.json"])
+    check(traced, cli.NOT_FINITE, "[rank 1] First overflow: aten.exp in 1, forward")
     with open("trace.rank1.json") as file:
         assert json.load(file)["rank"] == 1

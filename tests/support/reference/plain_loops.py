@@ -68,9 +68,8 @@ class Loop:
         self.level = LEVELS[level]
         self.interval, self.greatest = interval, greatest
         weights = list(weights)
-        self.model = [
-            torch.nn.Parameter(weight.detach().clone().to(self.level.stored)) for weight in weights
-        ]
+        copies = (weight.detach().clone().to(self.level.stored) for weight in weights)
+        self.model = [*map(torch.nn.Parameter, copies)]
         self.stepped = self.model
         if self.level.masters:
             self.stepped = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
