@@ -63,11 +63,11 @@ def test_no_sync_of_compiled_models_is_that_of_eager_ones(on_two_ranks, where):
 def local_compiled(rank, level, where):
     """Gradients after a pass under ``no_sync`` outside of blocks, and a block that sends."""
     try:
-        model, optimizer = prepare(level, seed=0)
+        model, optimizer = cases.prepare(level, seed=0)
         parallel = COMPILED[where](model)
         for step in range(4):  # the last two run compiled code
             with contextlib.nullcontext() if step % 2 else parallel.no_sync():
-                loss = loops.loss_of(parallel, *rank_batch(rank, step))
+                loss = loops.loss_of(parallel, *cases.rank_batch(rank, step))
                 if step % 2:
                     loops.scaled_backward(loss, optimizer)
                 else:
@@ -92,7 +92,7 @@ def use_some(rank, level):
     models = [loops.Weights("ab"), loops.Weights("c")]
     params = [param for model in models for param in model.parameters()]
     optimizers = [torch.optim.SGD([param], lr=0.125) for param in params]
-    models, optimizers = initialized(level, models, optimizers)
+    models, optimizers = cases.initialized(level, models, optimizers)
     first = DistributedDataParallel(models[0], find_unused_parameters=True)
     second = DistributedDataParallel(models[1])
     value = 2.0 + 4.0 * rank
