@@ -86,7 +86,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     if prepared is not None:
         prepared.session.observer.masters_read(prepared)
         prepared.update_masters()
-        masters.widen_grads(prepared.pairs)
+        masters.widen_nonzero_grads(prepared.pairs)
     for group in optimizer.param_groups:
         yield from group["params"]
 
