@@ -56,12 +56,15 @@ def make_masters(
     """
     session.observer.converted(model, before)
     has_masters = bool(optimizers) and session.policy.master_weights
-    with_state = {id(param) for optimizer in optimizers for param in optimizer.state}
+    stepped: set[int] = set()
+    if has_masters:
+        for optimizer in optimizers:
+            stepped.update(map(id, optimizer.state))
     for tensor, exact in before:
         if not dtypes.is_low_precision(tensor):
             continue
         param = tensor if isinstance(tensor, nn.Parameter) else None
-        is_stepped = id(tensor) in with_state
+        is_stepped = id(tensor) in stepped
         if param is not None and has_masters and (is_stepped or is_trained(param)):
             session.masters.create(param, model, exact)
         elif exact.dtype is not tensor.dtype and (session.keep_fp32 or param is None):
