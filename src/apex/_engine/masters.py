@@ -458,6 +458,7 @@ def _replace_grad(param: nn.Parameter, value: Tensor) -> None:
         grad.data = value
 
 
+@untraced
 def widen_nonzero_grads(pairs: Iterable[MasterPair]) -> None:
     """Makes gradients fp32 that a pass adds to, but for those that are zero: that sum is exact."""
     added_to: list[MasterPair] = []
