@@ -6,6 +6,7 @@ from torch import nn
 
 from apex import amp, optimizers
 from tests.support import loops
+from tests.support.features import adagrad_takes_groups
 
 
 def test_groups_keep_their_identity_and_options(level):
@@ -72,6 +73,8 @@ def test_groups_that_are_built_anew_step_the_same_masters(level):
 @pytest.mark.parametrize("joins", ["group", "unfrozen"])
 @pytest.mark.parametrize("name", ["Adagrad", "SGD"])
 def test_weights_that_join_later_are_trained_by_fused_optimizers_as_by_torch_s(level, joins, name):
+    if (joins, name) == ("group", "Adagrad") and not adagrad_takes_groups:
+        pytest.skip("Adagrad of this torch makes no state for a later group")
     ends = []
     for make in (getattr(torch.optim, name), getattr(optimizers, f"Fused{name}")):
         model = loops.net()

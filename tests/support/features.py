@@ -1,5 +1,7 @@
 """Marks of tests that need what some releases of torch lack."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -25,3 +27,6 @@ pipelines_on_cpu = pytest.mark.skipif(
     reason="pipelines of this torch (2.9) abort the process on CPUs, also without amp",
 )
 """Marks tests of ``torch.distributed.pipelining``."""
+
+adagrad_takes_groups = "full_like" in inspect.getsource(torch.optim.Adagrad._init_group)
+"""Whether torch's Adagrad makes state for a group that is added later; that of 2.10 raises."""
