@@ -7,6 +7,7 @@ import importlib
 import inspect
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -82,6 +83,7 @@ def takes_closure(kind):
 def run_step(backward, step, zero_grad, kind):
     """Runs one iteration: ``step`` calls a method of the optimizer."""
     torch.manual_seed(7)  # some draw
+    np.random.seed(7)  # Kron draws from it
     parts = [name for name in ("first_step", "second_step", "third_step") if hasattr(kind, name)]
 
     @torch.enable_grad()
