@@ -191,9 +191,12 @@ def _cast_state(state: dict[str, Any], param: Tensor, old: torch.dtype, new: tor
         return
 
     def cast(value: Tensor) -> Tensor:
-        is_count = value.dim() == 0 < param.dim()  # a step count stays exact
-        return value if is_count or value.dtype is not old else value.to(new)
+        is_count = value.dim() == 0 and param.dim() > 0
+        if is_count or value.dtype is not old:
+            return value
+        return value.to(new)
 
+    # Counts stay exact. All state of a 0-d parameter is 0-d; its count is known by name.
     for name, value in state.items():
-        if name != "step":  # also of a parameter that is a number
+        if name != "step":
             state[name] = tree.map_tensors(cast, value)

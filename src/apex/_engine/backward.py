@@ -231,9 +231,9 @@ class BackwardPass:
         self._unowned = unowned
 
     def _is_left(self, prepared: PreparedOptimizer) -> bool:
-        """Returns whether gradients are unchecked and not cleared, or this pass sends them.
+        """Returns whether gradients are unchecked and not cleared, or unsent and sent by this pass.
 
-        Ranks agree on what it sends: one may not have used a parameter that others have.
+        All ranks agree on the latter, also one that has not used a parameter that others have.
         """
         session = prepared.session
         if session.under_ddp:

@@ -43,10 +43,8 @@ def make_masters(
 ) -> None:
     """Makes the masters of a model's parameters from their values before conversion.
 
-    For those that are trained, or frozen with state in an optimizer.
-
-    Keeps the values of buffers, and with the session's ``keep_fp32`` also of other rounded
-    parameters.
+    Parameters that are trained, or frozen with state in an optimizer, get one. Keeps the values of
+    buffers, and with the session's ``keep_fp32`` also of other rounded parameters.
 
     Args:
         session: Gets the masters.
@@ -56,16 +54,16 @@ def make_masters(
     """
     session.observer.converted(model, before)
     has_masters = bool(optimizers) and session.policy.master_weights
-    stepped: set[int] = set()
+    with_state: set[int] = set()
     if has_masters:
         for optimizer in optimizers:
-            stepped.update(map(id, optimizer.state))
+            with_state.update(map(id, optimizer.state))
     for tensor, exact in before:
         if not dtypes.is_low_precision(tensor):
             continue
         param = tensor if isinstance(tensor, nn.Parameter) else None
-        is_stepped = id(tensor) in stepped
-        if param is not None and has_masters and (is_stepped or is_trained(param)):
+        has_state = id(tensor) in with_state
+        if param is not None and has_masters and (has_state or is_trained(param)):
             session.masters.create(param, model, exact)
         elif exact.dtype is not tensor.dtype and (session.keep_fp32 or param is None):
             session.masters.exact[tensor] = exact.float()

@@ -229,7 +229,6 @@ class BlockInspection:
         self._is_running = False
         _mark(self._params, Origin.OWN)
         _mark(self._others_reached, Origin.OTHER)
-        _mark(self._others_reached, Origin.OTHER)
 
     def end(self) -> None:
         """Removes the hooks, and inspects gradients before they are unscaled; idempotent."""

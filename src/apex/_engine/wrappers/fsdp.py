@@ -34,8 +34,10 @@ class Shards:
         """Multiplies what ranks have yet to share by a scale, until the block ends."""
         groups = [group() for group in self._groups]
         fsdp.multiply_unsent(groups, scale, sends=True)
-        yield
-        fsdp.multiply_unsent(groups, 1.0 / scale, sends=False)
+        try:
+            yield
+        finally:
+            fsdp.multiply_unsent(groups, 1.0 / scale, sends=False)
 
     def share_masters(self, masters: MasterTable, params: Sequence[Tensor]) -> None:
         """Does nothing: sharded parameters are fp32, and have no masters."""
