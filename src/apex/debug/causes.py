@@ -94,9 +94,7 @@ def explained(
 
 def in_fp32(place: Place, way: str, *, module: str) -> list[str]:
     """Returns the remedies that run a module, or one line, in fp32."""
-    section = "a loss in fp32"
-    if place.inside:
-        section = "in fp32"
+    section = "in fp32" if place.inside else "a loss in fp32"
     return module_in_fp32(module, way) + remedies(section, way)
 
 

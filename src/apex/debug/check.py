@@ -107,9 +107,7 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> list[NonfiniteTen
         weight (1 nan of 2), parameter in float32
     """
     arguments.module("amp.debug.check_numerics", model)
-    optimizers = []
-    if optimizer is not None:
-        optimizers.append(inner(optimizer))
+    optimizers = [] if optimizer is None else [inner(optimizer)]
     nonfinite = []
     for name, role, value in held_by([model], optimizers):
         for tensor in tracing.floating(value):

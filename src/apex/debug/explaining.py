@@ -212,9 +212,7 @@ def _cells(row: OpRow, seconds: float) -> tuple[str, ...]:
     unnamed = "(model)" if row.inside else "(outside)"
     module = row.module or unnamed
     dtypes_in = " + ".join(map(common.short, row.dtypes_in or [""]))
-    cast_bytes = ""
-    if row.cast_bytes:
-        cast_bytes = f"{row.cast_bytes:,}"
+    cast_bytes = f"{row.cast_bytes:,}" if row.cast_bytes else ""
     return (
         module,
         row.op.removeprefix("aten.")[:26],
@@ -259,9 +257,7 @@ class _Costs(Trace):
         if not inputs and not outputs:
             return
         dtypes_in = tuple(dict.fromkeys(dtypes.name(tensor.dtype) for tensor in inputs))
-        dtype_out = ""
-        if outputs:
-            dtype_out = dtypes.name(outputs[0].dtype)
+        dtype_out = dtypes.name(outputs[0].dtype) if outputs else ""
         is_cast = call.name == _CAST and inputs and outputs
         moved = 0
         if is_cast and inputs[0].dtype is not outputs[0].dtype:

@@ -97,9 +97,7 @@ class _Observed:
         overwritten = call.written if call.traits.reads_written else []
         self.has_copies = sum(map(Tensor.numel, overwritten)) <= limit
         for tensor in overwritten:
-            values = tensor
-            if self.has_copies:
-                values = tensor.detach().clone()
+            values = tensor.detach().clone() if self.has_copies else tensor
             self._overwritten[tensor] = _Input(tensor, values, kind_of(tensor))
 
     def values_of(self, tensor: Tensor) -> Tensor:
@@ -218,9 +216,7 @@ class OverflowTrace(Trace):
         is_view = call.traits.view and call.name != "aten.lift_fresh"
         if is_view and self._tracker.accumulating is None:
             return None
-        limit = _MAX_COPIED
-        if self._in_step:
-            limit = 0
+        limit = 0 if self._in_step else _MAX_COPIED
         return _Observed(call, limit)
 
     def _after(self, call: Call, before: _Observed | None, result: Any) -> None:
@@ -244,9 +240,7 @@ class OverflowTrace(Trace):
     def _arrive(self, name: str, gradient: Tensor, call: Call) -> None:
         """Records that autograd adds to the gradient of the named parameter."""
         self._scaled.arrive(gradient)
-        birth = None
-        if kind_of(gradient):
-            birth = self._born.of(gradient)
+        birth = self._born.of(gradient) if kind_of(gradient) else None
         if birth is not None and birth.heals:
             scale, _ = self._scaled.loss_scale
             # The scaler has backed off since, and nothing has cleared the gradient.
@@ -309,9 +303,7 @@ class OverflowTrace(Trace):
         cause: str = "scaled gradients",
     ) -> None:
         """Adds a use of gradients that still carry the loss scale, or that it made overflow."""
-        kind = "inf"
-        if cause == "scaled gradients":
-            kind = "scaled"
+        kind = "scaled" if cause == "scaled gradients" else "inf"
         birth = Birth(
             self._tracker.place,
             op,

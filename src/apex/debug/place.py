@@ -244,9 +244,7 @@ class Tracker:
     @property
     def direction(self) -> Direction:
         """``"backward"`` while autograd computes gradients, also where a checkpoint recomputes."""
-        if backward_id() == -1:
-            return "forward"
-        return "backward"
+        return "forward" if backward_id() == -1 else "backward"
 
     @property
     def may_stop(self) -> bool:
@@ -256,9 +254,7 @@ class Tracker:
     @property
     def runs_formula(self) -> bool:
         """Whether autograd's own formula of a derivative is running, not user code."""
-        if self.direction == "forward":
-            return False
-        return not line_within_backward()
+        return self.direction == "backward" and not line_within_backward()
 
     @property
     def place(self) -> Place:
@@ -379,9 +375,7 @@ def prefixed(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     models = list(models)
     for model in models:
         name = type(model).__name__
-        prefix = f"{name}:"
-        if seen[name]:
-            prefix = f"{name}[{seen[name]}]:"
+        prefix = f"{name}[{seen[name]}]:" if seen[name] else f"{name}:"
         seen[name] += 1
         if len(models) == 1:
             prefix = ""
@@ -442,9 +436,7 @@ def line_within_backward() -> str:
     not have. Without a pass, it finds the innermost line of all.
     """
     kind, line = _innermost("user", "engine")
-    if kind == "engine":
-        return ""
-    return line
+    return "" if kind == "engine" else line
 
 
 def runs_in_scaler() -> bool:

@@ -332,9 +332,7 @@ class RoundingTrace(GradientEnds):
         """Returns the row of a result: the error, its cause, and remedies."""
         dtype, error, tolerance, kind = verdict
         inherited = call.inherited
-        growth = "from none"
-        if inherited:
-            growth = f"{error / inherited:.0f} times"
+        growth = f"{error / inherited:.0f} times" if inherited else "from none"
         facts: dict[str, Any] = {
             "dtype": dtype,
             "accumulates": self._tracker.accumulating is not None,

@@ -455,9 +455,7 @@ class Results:
     def write_to(self, shadows: Shadows) -> None:
         """Sets the shadows of the results."""
         call = self._call
-        entry = None
-        if call.base in rules.LINEAR:
-            entry = call.inherited
+        entry = call.inherited if call.base in rules.LINEAR else None
         for pair in self.pairs:
             origin = call.origin
             if origin is None:

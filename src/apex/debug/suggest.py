@@ -42,9 +42,6 @@ _REPRODUCIBLE = 1e-3
 _NEGLIGIBLE = 1e-3
 """Gradients below this share of the largest do not count."""
 
-_ROUNDS = 16
-"""Largest number of traces."""
-
 
 def suggest_fp32(
     model: nn.Module,
@@ -175,10 +172,7 @@ def _faulty(model: nn.Module, trials: _Trials) -> tuple[list[str], list[str]]:
     notes = [f"{row.op} has no verdict: {row.reason}." for row in trials.trace.skipped]
     classes = {name: type(module) for name, module in model.named_modules()}
     unrepaired: set[str] = set()
-    for _ in range(_ROUNDS):
-        lost = [row for row in trials.trace.lost if row.module not in unrepaired]
-        if not lost:
-            break
+    while lost := [row for row in trials.trace.lost if row.module not in unrepaired]:
         first = lost[0]
         if not first.module or _is_within(first.module, names):
             unrepaired.add(first.module)
@@ -277,9 +271,7 @@ class _Trials:
         inputs.check_models([model], plan)
         session = new_session(self._policy, ScaleRule(), models=[model], made_by="suggest")
         try:
-            with ExitStack() as undo:
-                prepare(session, [model], [], plan, undo)
-                undo.pop_all()
+            prepare(session, [model], [], plan, ExitStack())
             if trace:
                 self.trace = RoundingTrace(model)
             context = self.trace if trace else nullcontext()

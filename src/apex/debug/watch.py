@@ -366,9 +366,7 @@ class AutoTrace:
             trace.__exit__(None, None, None)
 
     def _report(self) -> None:
-        first = None
-        if self.trace is not None:
-            first = self.trace.first
+        first = self.trace.first if self.trace is not None else None
         # A dynamic scale backs off, or the skipped step has left its gradients.
         if first is None or first.cause in ("loss scale", "gradients"):
             return
