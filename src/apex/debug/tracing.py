@@ -466,15 +466,12 @@ def values_of(tensor: Tensor) -> Values:
     if not finite.numel():
         finite = finite.new_zeros(1)
     sizes = finite[finite != 0.0].abs()
-    smallest = 0.0
-    if sizes.numel():
-        smallest = float(sizes.min())  # sync: tracing is a diagnosis
-    return Values(
+    return Values(  # sync: tracing is a diagnosis
         dtypes.name(tensor.dtype),
         tuple(tensor.shape),
         float(finite.min()),
         float(finite.max()),
-        smallest,
+        float(sizes.min()) if sizes.numel() else 0.0,
         nonfinite,
     )
 
