@@ -220,8 +220,6 @@ class BackwardPass:
             values = dtensor.values_of(grads_of(self._adding))
             unchecked = torch.zeros_like(self.scaler.found_inf)
             self.scaler.unscale_(values, 1.0 / self._scale, unchecked)
-        for prepared, earlier in self._earlier.items():
-            earlier.forget(prepared)
         for prepared in own:
             prepared.begin_pass(self, in_place=prepared in self._adding)
         for lender in lenders:
@@ -425,10 +423,7 @@ class BackwardPass:
         else:
             self._restore_grads()
         for prepared in self.prepared_optimizers:
-            earlier = self._earlier.get(prepared)
-            if earlier is not None and prepared not in earlier.prepared_optimizers:
-                earlier.prepared_optimizers.append(prepared)
-            prepared.end_pass(earlier)
+            prepared.end_pass(self._earlier.get(prepared))
         self._notify()
 
     def _restore_grads(self) -> None:
