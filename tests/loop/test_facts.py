@@ -121,6 +121,28 @@ def test_an_exception_leaves_what_was_added_to_a_delayed_pass_and_says_so(level)
     assert gradients(optimizer) == [2.0, 2.0]
 
 
+def test_an_exception_leaves_the_gradients_of_others_as_before_the_block(level):
+    """Those of another optimizer, and of a parameter that none steps."""
+    model = loops.Weights("abc")
+    optimizers = [loops.sgd([model.a]), loops.sgd([model.b])]
+    initialize(model, optimizers, level)
+    model(a=1.0, b=1.0, c=1.0).backward()
+    with pytest.raises(KeyError):
+        failing_block(model(a=4.0, b=4.0, c=4.0), optimizers[0])
+    assert [param.grad[0].item() for param in model.parameters()] == [1.0] * 3
+
+
+def test_gradients_cleared_after_a_delayed_block_are_not_checked_with_those_that_are_left(level):
+    model = loops.Weights()
+    optimizers = [loops.sgd([model.a]), loops.sgd([model.b])]
+    initialize(model, optimizers, level)
+    loops.scaled_backward(model(a=1.0, b=1.0), optimizers, delay_unscale=True)
+    optimizers[0].zero_grad()
+    model(a=float("inf")).backward()
+    optimizers[1].step()
+    assert model.b[0].item() == pytest.approx(0.9, abs=0.01)
+
+
 # -- who steps with a gradient of the pass ----------------------------------------------------
 
 
