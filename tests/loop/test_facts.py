@@ -132,6 +132,15 @@ def test_an_exception_leaves_the_gradients_of_others_as_before_the_block(level):
     assert [param.grad[0].item() for param in model.parameters()] == [1.0] * 3
 
 
+def test_a_step_inside_a_delayed_block_takes_and_leaves_unscaled_gradients(level):
+    model, optimizer = made(level)
+    with amp.scale_loss(model(a=1.0, b=2.0), optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+        optimizer.step()
+    assert gradients(optimizer) == [1.0, 2.0]
+    assert weights(model) == pytest.approx([0.9, 0.8], abs=0.01)
+
+
 def test_gradients_cleared_after_a_delayed_block_are_not_checked_with_those_that_are_left(level):
     model = loops.Weights()
     optimizers = [loops.sgd([model.a]), loops.sgd([model.b])]

@@ -330,9 +330,12 @@ def test_the_same_at_a_scale_of_1_is_no_mistake(level, lines):
 
 
 @fp16
-def test_a_clip_after_a_delayed_block_is_no_mistake(level):
+@pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
+def test_a_step_in_a_block_or_a_clip_after_a_delayed_one_is_no_mistake(level, loss_scale):
+    pair = loops.prepared(level, loss_scale=loss_scale)
     lines = "clear delay scaled end clip_masters scale scaled end clip step"
-    assert not messages(run_iterations, lines, loops.prepared(level))
+    assert not messages(run_iterations, lines, pair)
+    assert not messages(run_iterations, "clear scale scaled step end", pair)
 
 
 def with_slopes(model, scaled_loss):
