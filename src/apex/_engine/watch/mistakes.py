@@ -70,6 +70,10 @@ class Mistake(enum.Enum):
         f"65536). Clipping therefore shrinks them far too much. Clip after the block:\n{BLOCK}"
         "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
     )
+    ASSIGNED_INSIDE = (
+        "Gradients were assigned inside amp.scale_loss. On exit, those from before the block are "
+        "added to them. To replace them, write before the block\n    optimizer.zero_grad()"
+    )
     SECOND_BACKWARD = (
         "A second backward pass inside amp.scale_loss did not start at scaled_loss. On exit, the "
         "gradients of both are divided by the loss scale (initially 65536), so the second pass has "
@@ -177,6 +181,8 @@ class BlockInspection:
         self.found: Mistake | None = None
         self._warn = warn
         self._params: list[Tensor] = []
+        self._reached: list[Tensor] = []
+        self._stashes = [prepared.stash for prepared in block.prepared_optimizers]
         self._others_reached: list[Tensor] = []
         self._may_change = may_change
         self._pass_id: int | None = None  # of the last pass from the scaled loss
@@ -215,8 +221,10 @@ class BlockInspection:
         at_end_of_pass(lambda: at_end_of_pass(self._end_pass))
 
     @untraced
-    def _reach_own(self, _: Tensor) -> None:
-        if not self._is_running:
+    def _reach_own(self, param: Tensor) -> None:
+        if self._is_running:
+            self._reached.append(param)
+        else:
             self._has_stray = True
 
     @untraced
@@ -227,7 +235,7 @@ class BlockInspection:
     @untraced
     def _end_pass(self) -> None:
         self._is_running = False
-        _mark(self._params, Origin.OWN)
+        _mark(self._reached, Origin.OWN)
         _mark(self._others_reached, Origin.OTHER)
 
     def end(self) -> None:
@@ -240,11 +248,21 @@ class BlockInspection:
             self.found = Mistake.SECOND_BACKWARD
             if self._pass_id is None:
                 self.found = Mistake.UNSCALED_BACKWARD
-        elif origins_of(self._params) == {Origin.CHANGED} and not self._may_change:
-            self.found = Mistake.CLIPPED_INSIDE
+        elif not self._may_change:
+            if origins_of(self._reached) == {Origin.CHANGED}:
+                self.found = Mistake.CLIPPED_INSIDE
+            elif any(map(self._adds_to_assigned, self._params)):
+                self.found = Mistake.ASSIGNED_INSIDE
         _mark(self._others_reached, Origin.OTHER)
         self._params.clear()  # a loss, which a script may keep, refers to this object
+        self._reached.clear()
         self._others_reached.clear()
+
+    def _adds_to_assigned(self, param: Tensor) -> bool:
+        """Returns whether earlier gradients are put aside for one that no pass has made."""
+        is_made = any(param is reached for reached in self._reached)
+        is_assigned = param.grad is not None and not is_made
+        return is_assigned and any(param in stash for stash in self._stashes)
 
 
 # -- gradients of a few parameters ----------------------------------------------------------------
