@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._engine.backward import BLOCK, BackwardPass
+from apex._engine.masters import is_zero
 from apex._torch.autograd import at_end_of_pass, backward_id, leaves_of
 from apex._torch.dynamo import untraced
 
@@ -181,7 +182,7 @@ class BlockInspection:
         self.found: Mistake | None = None
         self._warn = warn
         self._params: list[Tensor] = []
-        self._reached: list[Tensor] = []
+        self._made: list[Tensor] = []  # whose gradients passes from the scaled loss have made
         self._stashes = [prepared.stash for prepared in block.prepared_optimizers]
         self._others_reached: list[Tensor] = []
         self._may_change = may_change
@@ -221,10 +222,8 @@ class BlockInspection:
         at_end_of_pass(lambda: at_end_of_pass(self._end_pass))
 
     @untraced
-    def _reach_own(self, param: Tensor) -> None:
-        if self._is_running:
-            self._reached.append(param)
-        else:
+    def _reach_own(self, _: Tensor) -> None:
+        if not self._is_running:
             self._has_stray = True
 
     @untraced
@@ -235,7 +234,10 @@ class BlockInspection:
     @untraced
     def _end_pass(self) -> None:
         self._is_running = False
-        _mark(self._reached, Origin.OWN)
+        for param in self._params:
+            if param.grad is not None and not is_zero(param.grad):
+                self._made.append(param)
+        _mark(self._made, Origin.OWN)
         _mark(self._others_reached, Origin.OTHER)
 
     def end(self) -> None:
@@ -249,18 +251,18 @@ class BlockInspection:
             if self._pass_id is None:
                 self.found = Mistake.UNSCALED_BACKWARD
         elif not self._may_change:
-            if origins_of(self._reached) == {Origin.CHANGED}:
+            if origins_of(self._made) == {Origin.CHANGED}:
                 self.found = Mistake.CLIPPED_INSIDE
             elif any(map(self._adds_to_assigned, self._params)):
                 self.found = Mistake.ASSIGNED_INSIDE
         _mark(self._others_reached, Origin.OTHER)
         self._params.clear()  # a loss, which a script may keep, refers to this object
-        self._reached.clear()
+        self._made.clear()
         self._others_reached.clear()
 
     def _adds_to_assigned(self, param: Tensor) -> bool:
         """Returns whether earlier gradients are put aside for one that no pass has made."""
-        is_made = any(param is reached for reached in self._reached)
+        is_made = any(param is made for made in self._made)
         is_assigned = param.grad is not None and not is_made
         return is_assigned and any(param in stash for stash in self._stashes)
 
