@@ -247,9 +247,10 @@ class BlockInspection:
         self._ended = True
         remove(self._hooks)
         if self._has_stray:
-            self.found = Mistake.SECOND_BACKWARD
             if self._pass_id is None:
                 self.found = Mistake.UNSCALED_BACKWARD
+            elif not self._others_reached:  # from such a leaf, the other pass may go on
+                self.found = Mistake.SECOND_BACKWARD
         elif not self._may_change:
             if origins_of(self._made) == {Origin.CHANGED}:
                 self.found = Mistake.CLIPPED_INSIDE
