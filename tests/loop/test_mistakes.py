@@ -23,6 +23,7 @@ CLIPPED = r"Gradients were changed, or amp\.master_params(?s:.*)Clip after the b
 SECOND = r"second backward pass inside(?s:.*)loss \+ other_loss"
 PLAIN = r"gradients of a plain loss\.backward\(\)(?s:.*)with amp\.scale_loss"
 EMPTY = r"before any backward pass(?s:.*)optimizer\.step\(\)"
+ASSIGNED = r"assigned inside amp\.scale_loss(?s:.*)optimizer\.zero_grad\(\)"
 FORGOTTEN = "this optimizer was not passed to"
 UNPREPARED = r"amp has not prepared(?s:.*)amp\.initialize"
 
@@ -49,6 +50,11 @@ class Script:
 
     def scaled(self):
         self.scaled_loss.backward()
+
+    def assign(self):
+        params = [*self.model.parameters()]
+        for param, grad in zip(params, torch.autograd.grad(self.scaled_loss, params), strict=True):
+            param.grad = grad
 
     def unscaled(self):
         self.loss.backward()
@@ -124,6 +130,7 @@ MISTAKES = [
     ("clear delay scaled clip_values end clear", CLIPPED),
     ("clear scale scaled clip_masters end step", CLIPPED),
     ("clear scale scaled plain end step", SECOND),
+    ("scale assign end step", ASSIGNED),
     (WITHOUT_AMP, PLAIN),
     ("step_closure", PLAIN),
 ]
@@ -367,6 +374,36 @@ def test_other_ways_to_run_the_pass_are_no_mistake(level, backward):
         backward(model, scaled_loss)
     if model[0].weight.grad is not None:
         optimizer.step()
+
+
+@fp16
+def test_a_pass_that_goes_on_from_a_detached_activation_is_no_mistake(level):
+    x, y = loops.batch()
+    parts = nn.ModuleList([loops.net(), nn.Linear(2, 2)])
+    options = {"opt_level": level, "loss_scale": 128.0, "verbosity": 0}
+    (encoder, head), optimizer = amp.initialize([*parts], loops.sgd(parts.parameters()), **options)
+    grads = []
+    for splits in (True, False):
+        optimizer.zero_grad()
+        features = encoder(x)
+        cut = features.detach().requires_grad_() if splits else features
+        with amp.scale_loss(loops.loss_of(head, cut, y), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            if splits:
+                features.backward(cut.grad)
+        grads.append(loops.grads(amp.master_params(optimizer)))
+    assert loops.same(*grads)
+
+
+def test_gradients_written_into_zeros_are_no_mistake():
+    model, optimizer = loops.trained("O2", loss_scale=128.0)
+    optimizer.zero_grad(set_to_none=False)
+    params = [*model.parameters()]
+    with amp.scale_loss(loops.loss_of(model, *loops.batch()), optimizer) as scaled_loss:
+        grads = torch.autograd.grad(scaled_loss, params)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad.copy_(grad)
+    assert loops.same(loops.grads(params), [grad.float() / 128.0 for grad in grads])
 
 
 @fp16

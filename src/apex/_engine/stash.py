@@ -20,6 +20,10 @@ class Stash:
         # The last one has the values: it is a copy if the next pass may overwrite them.
         self._grads: dict[int, tuple[nn.Parameter, Tensor, Tensor]] = {}
 
+    def __contains__(self, param: Tensor) -> bool:
+        """Returns whether a gradient of the parameter is put aside."""
+        return id(param) in self._grads
+
     def put_aside(
         self, params: Iterable[nn.Parameter], is_reused: Callable[[Tensor], bool]
     ) -> None:

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._engine.backward import BLOCK, BackwardPass
+from apex._engine.masters import is_zero
 from apex._torch.autograd import at_end_of_pass, backward_id, leaves_of
 from apex._torch.dynamo import untraced
 
@@ -69,6 +70,10 @@ class Mistake(enum.Enum):
         "backward pass. At that point, gradients are still multiplied by the loss scale (initially "
         f"65536). Clipping therefore shrinks them far too much. Clip after the block:\n{BLOCK}"
         "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
+    )
+    ASSIGNED_INSIDE = (
+        "Gradients were assigned inside amp.scale_loss. On exit, those from before the block are "
+        "added to them. To replace them, write before the block\n    optimizer.zero_grad()"
     )
     SECOND_BACKWARD = (
         "A second backward pass inside amp.scale_loss did not start at scaled_loss. On exit, the "
@@ -177,6 +182,8 @@ class BlockInspection:
         self.found: Mistake | None = None
         self._warn = warn
         self._params: list[Tensor] = []
+        self._made: list[Tensor] = []  # whose gradients passes from the scaled loss have made
+        self._stashes = [prepared.stash for prepared in block.prepared_optimizers]
         self._others_reached: list[Tensor] = []
         self._may_change = may_change
         self._pass_id: int | None = None  # of the last pass from the scaled loss
@@ -227,7 +234,10 @@ class BlockInspection:
     @untraced
     def _end_pass(self) -> None:
         self._is_running = False
-        _mark(self._params, Origin.OWN)
+        for param in self._params:
+            if param.grad is not None and not is_zero(param.grad):
+                self._made.append(param)
+        _mark(self._made, Origin.OWN)
         _mark(self._others_reached, Origin.OTHER)
 
     def end(self) -> None:
@@ -237,14 +247,25 @@ class BlockInspection:
         self._ended = True
         remove(self._hooks)
         if self._has_stray:
-            self.found = Mistake.SECOND_BACKWARD
             if self._pass_id is None:
                 self.found = Mistake.UNSCALED_BACKWARD
-        elif origins_of(self._params) == {Origin.CHANGED} and not self._may_change:
-            self.found = Mistake.CLIPPED_INSIDE
+            elif not self._others_reached:  # from such a leaf, the other pass may go on
+                self.found = Mistake.SECOND_BACKWARD
+        elif not self._may_change:
+            if origins_of(self._made) == {Origin.CHANGED}:
+                self.found = Mistake.CLIPPED_INSIDE
+            elif any(map(self._adds_to_assigned, self._params)):
+                self.found = Mistake.ASSIGNED_INSIDE
         _mark(self._others_reached, Origin.OTHER)
         self._params.clear()  # a loss, which a script may keep, refers to this object
+        self._made.clear()
         self._others_reached.clear()
+
+    def _adds_to_assigned(self, param: Tensor) -> bool:
+        """Returns whether earlier gradients are put aside for one that no pass has made."""
+        is_made = any(param is made for made in self._made)
+        is_assigned = param.grad is not None and not is_made
+        return is_assigned and any(param in stash for stash in self._stashes)
 
 
 # -- gradients of a few parameters ----------------------------------------------------------------
