@@ -1,5 +1,6 @@
 """Sharded models (FSDP2) train under amp as under plain FSDP2; what is refused names the way."""
 
+import contextlib
 import copy
 
 import pytest
@@ -8,13 +9,17 @@ from torch import distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from apex import amp
 from tests.distributed.cases import rank_batch
 from tests.support.features import shards_on_cpu
-from tests.support.loops import descend, loss_of, same, scaled_backward, train_step
+from tests.support.loops import descend, loss_of, net, same, scaled_backward, train_step
 
 pytestmark = [pytest.mark.distributed, shards_on_cpu]
 
@@ -155,6 +160,55 @@ def shard_late(rank, level):
                 train_step(model, optimizer, *rank_batch(rank, 0))
             errors.append(str(raised.value))
     return errors
+
+
+def flatten_late(rank, level, keeps_params):
+    """FSDP1 around a prepared model: what its first block says, or the weights after some steps."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if level:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    options = {"use_orig_params": keeps_params, "device_id": torch.device("cpu")}
+    parallel = FullyShardedDataParallel(model, **options)
+    try:
+        for step in range(STEPS):
+            with parallel.no_sync() if step % 2 == 0 else contextlib.nullcontext():
+                loss = loss_of(parallel, *rank_batch(rank, step))
+                scaled_backward(loss, optimizer) if level else loss.backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    except RuntimeError as error:
+        loss.backward()  # until then, FSDP1's hooks keep the model alive
+        return str(error)
+    with FullyShardedDataParallel.summon_full_params(parallel):
+        return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("keeps_params", [True, False])
+def test_flat_parameters_are_refused_where_ranks_would_part(on_two_ranks, level, keeps_params):
+    for told in on_two_ranks(flatten_late, level, keeps_params):
+        assert "FullyShardedDataParallel flattened" in told
+        assert "Use opt_level='O4'" in told
+
+
+def test_flat_parameters_that_do_not_part_train_as_without_amp(on_two_ranks):
+    expected = on_two_ranks(flatten_late, None, True)
+    found = on_two_ranks(flatten_late, "O4", True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2.0**-8)
+
+
+def initialize_flattened(rank, level):
+    """Passes ``initialize`` an FSDP1 wrapper, then the module inside it."""
+    model = nn.Linear(4, 2)
+    parallel = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    for part in (parallel, model):
+        with pytest.raises(RuntimeError, match="FullyShardedDataParallel has flattened"):
+            amp.initialize(part, opt_level=level, verbosity=0)
+
+
+def test_initialize_takes_no_flattened_model(on_two_ranks, level):
+    on_two_ranks(initialize_flattened, level)
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16, summed in fp32"])

@@ -153,6 +153,8 @@ class BackwardPass:
         for prepared in self.prepared_optimizers:
             prepared.create_missing_masters()
             wrapped = prepared.session
+            if not prepared.steps:
+                wrapped.check_shards()
             if not wrapped.wrappers:
                 continue
             trained = prepared.trained_params()

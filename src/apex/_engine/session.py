@@ -160,9 +160,7 @@ class Session:
         if not self.under_ddp:
             self.wrappers.append(self.ddp)
             self.under_ddp = True
-        # What a join of ranks with fewer batches would not share.
-        drifts = bool(self.masters) or self.can_skip
-        self.ddp.mark_forward(wrapper, traced=traced, drifts=drifts)
+        self.ddp.mark_forward(wrapper, traced=traced, drifts=self.drifts)
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -237,6 +235,11 @@ class Session:
         return any(scaler.dynamic for scaler in self.scalers)
 
     @property
+    def drifts(self) -> bool:
+        """Whether there is state that a join, or ranks with flat parameters, do not share."""
+        return bool(self.masters) or self.can_skip
+
+    @property
     def follows_other_steps(self) -> bool:
         """Whether steps of optimizers that amp has not prepared concern the session."""
         return self.policy.master_weights or self.spec is not None
@@ -245,7 +248,7 @@ class Session:
     def check_shards(self) -> None:
         """Raises RuntimeError if a model was sharded after it was prepared with an optimizer."""
         if self.members:
-            self.shards.check(self.models)
+            self.shards.check(self.models, drifts=self.drifts)
 
     def shares_grads(self, params: Sequence[Tensor]) -> bool:
         """Returns whether ranks share the gradients of a pass that begins now, or need not."""

@@ -16,10 +16,9 @@ _MODULE = "torch.distributed.fsdp"
 """Used only if a script has imported it, to keep ``import apex.amp`` fast."""
 
 
-def is_fsdp1(module: nn.Module) -> bool:
-    """Returns whether ``module`` is a FullyShardedDataParallel (FSDP1)."""
-    fsdp = sys.modules.get(_MODULE)
-    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+def is_flattened(model: nn.Module) -> bool:
+    """Returns whether FullyShardedDataParallel (FSDP1) has flattened parameters of a model."""
+    return any(getattr(param, "_fsdp_flattened", False) for param in model.parameters())
 
 
 def sharded_modules(model: nn.Module) -> Iterator[nn.Module]:

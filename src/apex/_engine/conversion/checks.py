@@ -71,13 +71,13 @@ def _check_model(model: nn.Module, plan: ModelPlan) -> None:
             f"amp.initialize got a model wrapped in {kind}; it takes the model itself. Call "
             f"amp.initialize first, then wrap the model that it returns in {kind}."
         )
+    if fsdp.is_flattened(model):
+        raise RuntimeError(
+            f"amp.initialize got a model ({kind}) whose parameters FullyShardedDataParallel has "
+            "flattened. Use fully_shard(model) from torch.distributed.fsdp, then create the "
+            "optimizer, then call amp.initialize."
+        )
     for name, module in model.named_modules():
-        if fsdp.is_fsdp1(module):
-            raise RuntimeError(
-                f"amp.initialize got a model ({kind}) with FullyShardedDataParallel in it, which "
-                "flattens parameters. Use fully_shard(model) from torch.distributed.fsdp, then "
-                "create the optimizer, then call amp.initialize."
-            )
         if isinstance(module, jit.ScriptModule) and (plan.casts_down or not name):
             raise RuntimeError(
                 f"amp.initialize got a scripted model ({kind}), or one whose {name or 'root'} is "

@@ -46,10 +46,22 @@ class Shards:
         """Returns False: each reduction makes a new gradient."""
         return False
 
-    def check(self, models: Iterable[nn.Module]) -> None:
-        """Raises RuntimeError if a model was sharded after it was prepared with an optimizer."""
+    def check(self, models: Iterable[nn.Module], *, drifts: bool) -> None:
+        """Raises RuntimeError if a model was sharded after it was prepared with an optimizer.
+
+        Args:
+            models: The models.
+            drifts: Whether there is state that ranks with flat parameters (FSDP1) do not share.
+        """
         known = [group() for group in self._groups]
         for model in models:
+            if drifts and fsdp.is_flattened(model):
+                raise RuntimeError(
+                    "FullyShardedDataParallel flattened the parameters of a prepared model. Ranks "
+                    "would part, as they do not share overflows, and masters keep their shapes. "
+                    "Use opt_level='O4', or fully_shard(model) from torch.distributed.fsdp before "
+                    "the optimizer and amp.initialize."
+                )
             for group in fsdp.param_groups(model):
                 if group not in known:
                     raise RuntimeError(
