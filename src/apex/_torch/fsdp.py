@@ -12,13 +12,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from apex._torch.modules import named_parameters
+
 _MODULE = "torch.distributed.fsdp"
 """Used only if a script has imported it, to keep ``import apex.amp`` fast."""
 
 
 def is_flattened(model: nn.Module) -> bool:
     """Returns whether FullyShardedDataParallel (FSDP1) has flattened parameters of a model."""
-    return any(getattr(param, "_fsdp_flattened", False) for param in model.parameters())
+    return any(getattr(param, "_fsdp_flattened", False) for _, param in named_parameters(model))
 
 
 def sharded_modules(model: nn.Module) -> Iterator[nn.Module]:
