@@ -237,9 +237,10 @@ class BlockInspection:
         self._ended = True
         remove(self._hooks)
         if self._has_stray:
-            self.found = Mistake.SECOND_BACKWARD
             if self._pass_id is None:
                 self.found = Mistake.UNSCALED_BACKWARD
+            elif not self._others_reached:  # whose scaled gradients another pass may go on from
+                self.found = Mistake.SECOND_BACKWARD
         elif origins_of(self._params) == {Origin.CHANGED} and not self._may_change:
             self.found = Mistake.CLIPPED_INSIDE
         _mark(self._others_reached, Origin.OTHER)
