@@ -412,6 +412,21 @@ def truncated_backpropagation(level):
         descend(out.float().square().mean(), optimizer)
 
 
+def backward_in_two_stages(level):
+    """As GradCache and pipelines: the second pass goes on from the gradient of features."""
+    encoder, head = nn.Linear(8, 8), net()
+    optimizer = torch.optim.SGD([*encoder.parameters(), *head.parameters()], lr=0.1)
+    [encoder, head], optimizer = initialized(level, [encoder, head], optimizer)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        features = encoder(X)
+        cut = features.detach().requires_grad_()
+        with amp.scale_loss(loss_of(head, cut), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            features.backward(cut.grad)
+        optimizer.step()
+
+
 def perturbed_before_the_first_step(level):
     """As projected gradient descent on weights, and evolution strategies."""
     model, optimizer = pair_at(level)

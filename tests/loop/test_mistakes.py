@@ -376,25 +376,6 @@ def test_other_ways_to_run_the_pass_are_no_mistake(level, backward):
         optimizer.step()
 
 
-@fp16
-def test_a_pass_that_goes_on_from_a_detached_activation_is_no_mistake(level):
-    x, y = loops.batch()
-    parts = nn.ModuleList([loops.net(), nn.Linear(2, 2)])
-    options = {"opt_level": level, "loss_scale": 128.0, "verbosity": 0}
-    (encoder, head), optimizer = amp.initialize([*parts], loops.sgd(parts.parameters()), **options)
-    grads = []
-    for splits in (True, False):
-        optimizer.zero_grad()
-        features = encoder(x)
-        cut = features.detach().requires_grad_() if splits else features
-        with amp.scale_loss(loops.loss_of(head, cut, y), optimizer) as scaled_loss:
-            scaled_loss.backward()
-            if splits:
-                features.backward(cut.grad)
-        grads.append(loops.grads(amp.master_params(optimizer)))
-    assert loops.same(*grads)
-
-
 def test_gradients_written_into_zeros_are_no_mistake():
     model, optimizer = loops.trained("O2", loss_scale=128.0)
     optimizer.zero_grad(set_to_none=False)

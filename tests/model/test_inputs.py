@@ -438,6 +438,34 @@ def test_an_argument_that_is_written_in_vain_is_named_once(caplog, level, make, 
     assert "fp32_inputs=['cache']" in record.getMessage()
 
 
+class Filling(nn.Linear):
+    """Leaves its result in its argument, as LoFTR does."""
+
+    def forward(self, batch):
+        if isinstance(batch, list):
+            batch.append(super().forward(batch[0]))
+        else:
+            batch["x"] = super().forward(batch["x"])
+
+
+@pytest.mark.parametrize("make", [lambda x: [x], lambda x: {"x": x}], ids=["list", "dict"])
+@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
+def test_a_result_that_is_left_in_a_cast_argument_is_named_once(caplog, level, make):
+    model = converted(Filling(2, 2), level)
+    for _ in range(2):
+        batch = make(torch.ones(1, 2))
+        model(batch)
+        *_, last = batch.values() if isinstance(batch, dict) else batch
+        assert last.requires_grad == (level == "O4")
+    texts = [record.getMessage() for record in caplog.records]
+    if level == "O4":
+        assert not texts
+    else:
+        (text,) = texts
+        assert "writes into its argument batch" in text
+        assert "fp32_inputs=['batch']" in text
+
+
 UNCAST = [
     *((level, torch.float32, {}) for level in ("O0", "O1", "O4")),
     ("O5", LOW, {}),

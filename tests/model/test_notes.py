@@ -248,6 +248,18 @@ def test_checkpoints_that_are_loaded_one_after_another_are_not_named(caplog):
     assert not messages(caplog)
 
 
+def test_a_discriminator_that_is_frozen_for_a_while_is_not_named(caplog, level):
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
+    for _ in range(4):
+        model.requires_grad_(True)
+        descend(model(torch.ones(2, 4)).mean(), optimizer)
+        model.requires_grad_(False)
+        model(torch.ones(2, 4))
+    assert not messages(caplog)
+
+
 def test_the_remedy_for_frozen_weights_of_the_model_itself_is_one(caplog):
     model = converted(nn.Linear(4, 4).requires_grad_(False))
     for _ in range(4):

@@ -146,6 +146,9 @@ class Writes:
             cast: The arguments that ``forward`` gets.
         """
         self.left -= 16 if model.training else 1
+        names = positional_names(forward)
+        arguments = _by_name(names, cast)
+        passed = {name: tree.tensors(argument) for name, argument in arguments.items()}
         lost: list[str] = []
         buffers: dict[str, Tensor] = {}
         for name, tensor in self._written_again(model, state):
@@ -178,8 +181,7 @@ class Writes:
                 ", ".join(lost[:4]),
                 _fp32_options(model, lost),
             )
-        names = positional_names(forward)
-        self._check_arguments(model, _by_name(names, given), _by_name(names, cast))
+        self._check_arguments(model, _by_name(names, given), arguments, passed)
 
     def _written_again(self, model: nn.Module, state: ModelState) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors that were written both before this pass and before the last one.
@@ -191,10 +193,9 @@ class Writes:
         stepped = _stepped(state)
         watched: list[tuple[str, Tensor]] = []
         for name, param in named_parameters(model):
-            pair = pair_of(param)
-            is_trained = param.requires_grad and bool(state.session.members)
-            if pair is not None:
-                is_trained = id(param) in stepped
+            is_trained = id(param) in stepped
+            if pair_of(param) is None and param.requires_grad:
+                is_trained = is_trained or bool(state.session.members)
             if not is_trained:
                 watched.append((name, param))
         if model.training:
@@ -236,31 +237,33 @@ class Writes:
             self._was_changed = bool(is_changed)
 
     def _check_arguments(
-        self, model: nn.Module, given: dict[str, Any], cast: dict[str, Any]
+        self,
+        model: nn.Module,
+        given: dict[str, Any],
+        cast: dict[str, Any],
+        passed: dict[str, list[Tensor]],
     ) -> None:
-        """Names the arguments that the forward wrote into, and those that lose whole numbers."""
+        """Names the arguments that the forward wrote into, and those that lose whole numbers.
+
+        ``passed`` are the tensors in the cast arguments from before the forward.
+        """
         for name, argument in cast.items():
-            pairs = zip(tree.tensors(given.get(name)), tree.tensors(argument), strict=False)
-            for exact, copy in pairs:
-                if copy is exact:
-                    continue
-                if not copy.is_inference() and copy._version > 0:
+            if argument is not given[name]:
+                known = {*map(id, passed[name])}
+                new = [tensor for tensor in tree.tensors(argument) if id(tensor) not in known]
+                pairs = zip(tree.tensors(given[name]), passed[name], strict=False)
+                is_written = self._inspect(name, pairs)
+                if is_written or new:
                     self.tell(
                         f"writes to {name}",
                         "amp: the forward of %s writes into its argument %s, which was cast: the "
-                        "caller's own tensor does not change. Pass it in the dtype that the model "
-                        "computes in, or name it in amp.initialize(..., fp32_inputs=%r).",
+                        "caller's own object does not change. Return the result, pass the argument "
+                        "in the dtype that the model computes in, or name it in "
+                        "amp.initialize(..., fp32_inputs=%r).",
                         type(model).__name__,
                         name,
                         [name],
                     )
-                if name in self._searched and exact.device.type != "cpu":
-                    continue
-                if exact.dtype in WIDE and is_readable(exact):
-                    # Empty ones have no values to search.
-                    with contextlib.suppress(RuntimeError, IndexError):
-                        self._whole_numbers.send(name, _lost(exact, copy.dtype))
-            self._searched.add(name)
         for name, (number,) in self._whole_numbers.poll():
             if number != 0.0:
                 self.tell(
@@ -273,6 +276,23 @@ class Writes:
                     number,
                     [name],
                 )
+
+    def _inspect(self, name: str, pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+        """Searches an argument for whole numbers; returns whether a cast tensor was written."""
+        is_written = False
+        for exact, copy in pairs:
+            if copy is exact:
+                continue
+            if not copy.is_inference() and copy._version > 0:
+                is_written = True
+            if name in self._searched and exact.device.type != "cpu":
+                continue
+            if exact.dtype in WIDE and is_readable(exact):
+                # Empty ones have no values to search.
+                with contextlib.suppress(RuntimeError, IndexError):
+                    self._whole_numbers.send(name, _lost(exact, copy.dtype))
+        self._searched.add(name)
+        return is_written
 
     def check_average(self, reader: FrameType) -> None:
         """Logs the fix of torch's error about ``lerp_`` between fp32 and 16 bits.
