@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from apex._engine.masters import MasterTable
+from apex._engine.scaler import Scaler
 from apex._torch import fsdp
 
 
@@ -39,7 +40,9 @@ class Shards:
         finally:
             fsdp.multiply_unsent(groups, 1.0 / scale, sends=False)
 
-    def share_masters(self, masters: MasterTable, params: Sequence[Tensor]) -> None:
+    def share_masters(
+        self, masters: MasterTable, scalers: Sequence[Scaler], params: Sequence[Tensor]
+    ) -> None:
         """Does nothing: sharded parameters are fp32, and have no masters."""
 
     def reuses_grad(self, param: Tensor) -> bool:
