@@ -54,9 +54,6 @@ from apex._torch.parameters import (
     without_overrides,
 )
 
-_UNKNOWN = -1
-"""A version that no tensor has."""
-
 _ZERO = "_apex_zero"
 """Attribute of a gradient: its version when it was last known to be zero."""
 
@@ -76,14 +73,14 @@ class Master(nn.Parameter):
     _apex_pair: Callable[[], MasterPair | None] = staticmethod(lambda: None)
     """Returns the master's pair; :class:`MasterPair` sets it."""
 
-    _apex_model: nn.Parameter | None = None
+    _apex_model: nn.Parameter
     """The model's parameter; :class:`MasterPair` sets it."""
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute that a script has set on the model's parameter."""
-        model = self._apex_model
-        if model is not None and name in vars(model):
-            return vars(model)[name]
+        attributes = vars(self._apex_model)
+        if name in attributes:
+            return attributes[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
@@ -91,8 +88,6 @@ class Master(nn.Parameter):
     def grad(self) -> Tensor | None:
         """The gradient of the model parameter, which becomes fp32 there."""
         model = self._apex_model
-        if model is None:
-            return grad_of(self)
         grad = model.grad
         if grad is None or grad.dtype is torch.float32:
             return grad
@@ -106,24 +101,19 @@ class Master(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        set_grad(self._apex_leaf, value)
+        set_grad(self._apex_model, value)
 
     _grad = grad  # torch's second name for it, which asynchronous actor-critic programs assign
 
     @property
-    def _apex_leaf(self) -> nn.Parameter:
-        """The parameter for which autograd computes the gradient."""
-        return self if self._apex_model is None else self._apex_model
-
-    @property
     def requires_grad(self) -> bool:
         """Whether autograd computes the gradient of the model parameter."""
-        return requires_grad_of(self._apex_leaf)
+        return requires_grad_of(self._apex_model)
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         set_requires_grad(self, value)
-        set_requires_grad(self._apex_leaf, value)
+        set_requires_grad(self._apex_model, value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Master:
         """Sets it, and returns the master."""
@@ -132,22 +122,22 @@ class Master(nn.Parameter):
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
         """Registers a hook on the gradient of the model parameter."""
-        return _register_hook(self._apex_leaf, hook)
+        return _register_hook(self._apex_model, hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
         """Registers a hook that runs when the model parameter has its gradient."""
-        return _register_final_hook(self._apex_leaf, hook)
+        return _register_final_hook(self._apex_model, hook)
 
     def __hash__(self) -> int:
         """The hash of the model parameter: in dicts and sets, the two are one key.
 
         So what maps parameters to names or states, such as torch's ``get_state_dict``, finds both.
         """
-        return id(self if self._apex_model is None else self._apex_model)
+        return id(self._apex_model)
 
     def __eq__(self, other: object) -> Any:
         """Returns True for the model parameter itself; compares elements with other tensors."""
-        if other is not None and other is self._apex_model:
+        if other is self._apex_model:
             return True
         return super().__eq__(other)
 
@@ -229,18 +219,16 @@ class MasterPair:
         self.model = model
         self.master = master
         self.state = MasterState.FRESH
-        self._model_version = _UNKNOWN
+        self._model_version = model._version
         # While an optimizer steps the master, minus the number of its thread.
-        self._master_version = _UNKNOWN
+        self._master_version = master._version
         self._storage = model.detach()  # held so that no other storage takes its address
         master._apex_pair = weakref.ref(self)
-        set_grad(master, None)
-        if master.is_leaf and master.requires_grad:  # of a loss that uses the master itself
-            master.register_post_accumulate_grad_hook(_give_to_model)
+        master._apex_model = master  # torch refuses the hook where the model's is frozen
+        _register_final_hook(master, _give_to_model)  # of a loss that uses the master itself
         master._apex_model = model
         for side in (model, master):
             side.grad_dtype = None
-        mark_synced([self])
 
     def exact_value(self) -> Tensor:
         """Returns the fp32 value in memory of its own."""
@@ -699,6 +687,5 @@ class MasterTable:
                 pair.master.copy_(value)
                 mark_exact([pair])
                 mark_synced([pair])
-                increment_version(param)
             elif param in self.exact:
                 self.exact[param].copy_(value)

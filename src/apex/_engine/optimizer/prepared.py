@@ -125,7 +125,7 @@ class PreparedOptimizer:
         """Returns the models' parameters that the optimizer trains, with or without a master."""
         trained = params_of(self._optimizer())
         for index, param in enumerate(trained):
-            if type(param) is masters.Master and param._apex_model is not None:
+            if type(param) is masters.Master:
                 trained[index] = param._apex_model
         return trained
 
