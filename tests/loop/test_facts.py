@@ -221,7 +221,6 @@ def test_what_a_delayed_block_has_left_is_checked_although_others_are_cleared(le
     assert weights(model) == [1.0, 1.0]
 
 
-
 def overflowed(level, forgets, make_optimizer=loops.sgd):
     """An optimizer with an overflow, and what might make amp forget it."""
     nets = [loops.Weights(), loops.Weights()]
