@@ -85,6 +85,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     prepared = None if inner is None else prepared_state(inner)
     if prepared is not None:
         prepared.session.observer.masters_read(prepared)
+        prepared.create_missing_masters()
         prepared.update_masters()
         masters.widen_nonzero_grads(prepared.pairs)
     for group in optimizer.param_groups:

@@ -197,7 +197,6 @@ class PreparedOptimizer:
     @untraced
     def update_masters(self) -> None:
         """Copies written weights to the masters, for a step or a script that reads them."""
-        self.create_missing_masters()
         if masters.update_masters_from_model(self.pairs):
             move_state(self.optimizer)
 
@@ -406,11 +405,11 @@ class PreparedOptimizer:
         Masters are updated after a script's hooks before it, and rounded into the model before the
         hooks after it. Returns the handles of the hooks that do this.
         """
+        self.create_missing_masters()
         # dynamo would trace them. torch marks a step that runs hooks.
         if is_compiling_here() or not getattr(run, "hooked", False):
             self._enter_own_step()
             return ()
-        self.create_missing_masters()
         if not self.pairs:
             return ()
         entering = optimizer.register_step_pre_hook(self._enter_own_step)
