@@ -248,29 +248,6 @@ def without_the_last_step(rank, level, policy, options):
     return train_sharded(*prepare_sharded(level, policy, **options), rank, range(STEPS - 1))
 
 
-def scaled_apart(rank, level, policy, shape, loading):
-    """Weights and scale after ranks, all or one, have loaded a checkpoint's scale."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    torch.manual_seed(0)
-    model = Stem()
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**POLICIES[policy]))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-    options = {"loss_scale": "dynamic", "verbosity": 0}
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, **options)
-    if rank in loading:
-        amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**4, "unskipped": 5}})
-    weights = train_sharded(model, optimizer, rank, range(2))
-    return weights, dict(amp.state_dict()["loss_scaler0"])
-
-
-@pytest.mark.parametrize("shape", [(2,), (2, 1)])
-@pytest.mark.parametrize(("level", "policy"), [("O1", "fp32"), ("O0", "fp16")])
-def test_a_scale_that_the_first_rank_has_loaded_is_that_of_all(on_two_ranks, level, policy, shape):
-    expected = on_two_ranks(scaled_apart, level, policy, shape, (0, 1))
-    assert expected[0][1] == {"loss_scale": 2.0**4, "unskipped": 7}
-    assert same(on_two_ranks(scaled_apart, level, policy, shape, (0,)), expected)
-
-
 def accumulate(rank, level):
     torch.manual_seed(0)
     model = Stem()

@@ -232,10 +232,6 @@ class Scaler:
 
     # -- state -------------------------------------------------------------------------------
 
-    def state_on(self, device: torch.device) -> list[Tensor]:
-        """Returns the tensors that ranks must agree on, moved to a device; none if static."""
-        return []
-
     def read_scale(self) -> float:
         """Returns the scale as a number. Syncs with the device if it is dynamic."""
         return self._scale
@@ -352,10 +348,6 @@ class DynamicScaler(Scaler):
         )
         self.loss_scale.clamp_(rule.least, rule.greatest)
         self.awaiting_update = {}
-
-    def state_on(self, device: torch.device) -> list[Tensor]:
-        self.move_to(device)
-        return [self.loss_scale, self.growth_tracker]
 
     def read_scale(self) -> float:
         return float(self.loss_scale)  # sync: the caller asks for a host number

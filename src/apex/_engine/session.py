@@ -255,9 +255,9 @@ class Session:
         return all(wrapper.sends(params) for wrapper in self.wrappers)
 
     def share_masters(self, params: Sequence[Tensor]) -> None:
-        """Makes masters and scales equal on ranks before the first pass that sends gradients."""
+        """Makes masters equal on all ranks before the first pass that sends gradients."""
         for wrapper in self.wrappers:
-            wrapper.share_masters(self.masters, self.scalers, params)
+            wrapper.share_masters(self.masters, params)
 
     def reuses_grad(self, param: Tensor) -> bool:
         """Returns whether the next pass writes a parameter's gradient to the same memory."""

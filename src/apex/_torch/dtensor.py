@@ -85,20 +85,6 @@ def share_flag_(flag: Tensor, params: Collection[Tensor]) -> None:
         flag.copy_(shared)
 
 
-def broadcast_(value: Tensor, params: Iterable[Tensor]) -> None:
-    """Sets 0-d ``value`` to the first rank's, in the meshes of ``params``; all ranks call it."""
-    groups: dict[Any, str] = {}
-    for param in filter(is_dtensor, params):
-        mesh = param.device_mesh
-        for dimension in range(mesh.ndim):
-            groups[mesh.get_group(dimension)] = mesh.device_type
-    for group, device_type in groups.items():
-        shared = value.to(device_type)
-        first = distributed.get_global_rank(group, 0)
-        distributed.broadcast(shared, first, group=group)
-        value.copy_(shared)
-
-
 # -- gradients ------------------------------------------------------------------------------------
 
 

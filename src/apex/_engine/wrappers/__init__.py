@@ -8,7 +8,6 @@ from typing import Protocol
 from torch import Tensor
 
 from apex._engine.masters import MasterTable
-from apex._engine.scaler import Scaler
 
 
 class Wrapper(Protocol):
@@ -21,10 +20,8 @@ class Wrapper(Protocol):
         """Returns whether ranks share these gradients in a pass that begins now, or need not."""
         ...
 
-    def share_masters(
-        self, masters: MasterTable, scalers: Sequence[Scaler], params: Sequence[Tensor]
-    ) -> None:
-        """Makes the masters of these parameters, and dynamic scales, equal on all ranks, once.
+    def share_masters(self, masters: MasterTable, params: Sequence[Tensor]) -> None:
+        """Makes the masters of these parameters equal on all ranks, once.
 
         All ranks call this in one order.
         """

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apex._core import dtypes
 from apex._engine.masters import MasterTable, mark_exact
-from apex._engine.scaler import Scaler
 from apex._torch import ddp, parameters, ranks
 
 
@@ -24,7 +23,7 @@ class _WrapperState:
         sent: Ids of the parameters whose gradients it averages over all ranks.
         sends: Whether the latest forward pass under it will send its gradients.
         traced: Whether its forward passes are compiled.
-        shared: Whether its masters, and the scales, have been made equal on all ranks.
+        shared: Whether its masters have been made equal on all ranks.
         is_local: Whether ranks may hold gradients that it has yet to send, as under ``no_sync``.
     """
 
@@ -124,24 +123,18 @@ class DDPWrappers:
             for state in self._states.values()
         )
 
-    def share_masters(
-        self, masters: MasterTable, scalers: Sequence[Scaler], params: Sequence[Tensor]
-    ) -> None:
-        """Broadcasts masters and dynamic scales, once for each wrapper of the parameters.
+    def share_masters(self, masters: MasterTable, params: Sequence[Tensor]) -> None:
+        """Broadcasts masters, once for each wrapper of the parameters.
 
-        The wrapper broadcasts rounded weights only. Ranks that have trained or loaded alone may
-        differ in their scales, and would average gradients of different scales.
+        The wrapper broadcasts rounded weights only.
         """
         for wrapper, state in self._states.items():
             if state.shared or state.sent.isdisjoint(map(id, params)):
                 continue
             state.shared = True
             pairs = [pair for pair in masters.pairs() if id(pair.model) in state.sent]
-            sent = [parameters.uncounted(pair.master) for pair in pairs]
-            for scaler in scalers:
-                sent += scaler.state_on(params[0].device)
-            if sent:
-                ddp.broadcast(wrapper, sent)
+            if pairs:
+                ddp.broadcast(wrapper, [parameters.uncounted(pair.master) for pair in pairs])
                 mark_exact(pairs)
 
 

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from apex._engine.masters import MasterTable
-from apex._engine.scaler import Scaler
-from apex._torch import dtensor, fsdp
+from apex._torch import fsdp
 
 
 class Shards:
@@ -19,8 +18,6 @@ class Shards:
     def __init__(self) -> None:
         """Starts without groups."""
         self._groups: list[weakref.ref[object]] = []
-        # Whether dynamic scales have been made equal on all ranks.
-        self._shared = False
 
     def add(self, model: nn.Module) -> bool:
         """Adds the groups of a model; returns whether it has some."""
@@ -42,16 +39,8 @@ class Shards:
         finally:
             fsdp.multiply_unsent(groups, 1.0 / scale, sends=False)
 
-    def share_masters(
-        self, masters: MasterTable, scalers: Sequence[Scaler], params: Sequence[Tensor]
-    ) -> None:
-        """Broadcasts dynamic scales, once: sharded parameters are fp32, and have no masters."""
-        if self._shared:
-            return
-        self._shared = True
-        for scaler in scalers:
-            for state in scaler.state_on(params[0].device):
-                dtensor.broadcast_(state, params)
+    def share_masters(self, masters: MasterTable, params: Sequence[Tensor]) -> None:
+        """Does nothing: sharded parameters are fp32, and have no masters."""
 
     def reuses_grad(self, param: Tensor) -> bool:
         """Returns False: each reduction makes a new gradient."""
