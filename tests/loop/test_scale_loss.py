@@ -48,6 +48,16 @@ def test_scale_1_gives_the_loss_itself_and_an_empty_list_only_scales():
     assert model.weight.grad == 2.0**16
 
 
+@pytest.mark.parametrize("of", [lambda named: named.values(), lambda named: {*named.values()}])
+def test_optimizers_come_in_any_collection_as_in_apex(of):
+    models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    named = {str(i): loops.sgd(model.parameters()) for i, model in enumerate(models)}
+    amp.initialize(models, [*named.values()], opt_level="O1", verbosity=0)
+    with amp.scale_loss(sum(loops.slope(model, 3.0) for model in models), of(named)) as scaled_loss:
+        scaled_loss.backward()
+    assert [model.weight.grad.item() for model in models] == [3.0, 3.0]
+
+
 def test_an_fp16_loss_overflows_at_the_first_scale_and_then_trains():
     model, optimizer = loops.one_weight("O1")
     for weight in (1.0, 0.875):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,14 +37,14 @@ def unwrap(optimizer: Any) -> Optimizer:
 
 
 def unwrapped(optimizers: Any) -> list[Optimizer]:
-    """Returns one optimizer, or a list or tuple of them, as a list without wrappers.
+    """Returns one optimizer, or a collection of them, as a list without wrappers.
 
     Raises:
         TypeError: If one is not an optimizer.
     """
     # isinstance would ask a prepared optimizer for the class that it shows, in each block.
-    is_sequence = issubclass(type(optimizers), list | tuple)
-    return [*map(unwrap, optimizers if is_sequence else [optimizers])]
+    are_several = issubclass(type(optimizers), Collection)
+    return [*map(unwrap, optimizers if are_several else [optimizers])]
 
 
 def _inside(optimizer: Any) -> Optimizer | None:
