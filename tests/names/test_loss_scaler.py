@@ -74,11 +74,10 @@ def test_each_scaler_has_one_view_which_keeps_what_scripts_put_on_it():
 
 
 def test_scalers_can_be_exchanged_and_added():
-    with pytest.raises(RuntimeError, match=r"set before amp\.initialize"):
-        amp._amp_state.loss_scalers = [LossScaler(2.0)]
+    amp._amp_state.loss_scalers = [LossScaler(2.0)]  # as in apex, initialize makes others
     model, optimizer = loops.prepared("O2")
-    amp._amp_state.loss_scalers = [made := LossScaler(4.0)]
-    assert amp._amp_state.loss_scalers == (made,)
+    amp._amp_state.loss_scalers[0] = made = LossScaler(4.0)
+    assert amp._amp_state.loss_scalers == [made]
     loops.scaled_backward(model[2].weight.float().sum(), optimizer)
     assert loops.scale() == 4.0
     amp._amp_state.loss_scalers = [LossScaler(2.0), *map(LossScaler, ["dynamic", "dynamic"])]
@@ -86,6 +85,8 @@ def test_scalers_can_be_exchanged_and_added():
     loops.overflow(model, optimizer, loss_id=2)
     assert [loops.scale(index) for index in range(3)] == [2.0, 2.0**16, 2.0**15]
     assert len(amp.state_dict()) == 3
+    amp._amp_state.loss_scalers.append(LossScaler(8.0))
+    assert loops.scale(3) == 8.0
 
 
 # -- a flag that scripts set -----------------------------------------------------------------

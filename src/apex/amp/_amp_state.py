@@ -8,11 +8,28 @@ from typing import Any
 
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.optimizer.prepared import optimizers_of
+from apex._engine.scaler import Scaler
 from apex._engine.session import Session
 from apex._torch import ranks
 from apex.amp.optimizers import master_params as master_params  # scripts import it from here
 from apex.amp.properties import Properties
 from apex.amp.scaler import LossScaler
+
+
+class LossScalers(list[LossScaler]):
+    """The scalers of a session, as apex's objects; items that are set or appended join it."""
+
+    def __init__(self, scalers: list[Scaler]) -> None:
+        super().__init__(map(LossScaler.over, scalers))
+        self._scalers = scalers
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(index, value)
+        self._scalers[:] = [scaler._scaler for scaler in self]
+
+    def append(self, value: LossScaler) -> None:
+        """Adds a scaler."""
+        self[len(self) :] = [value]
 
 
 class AmpState:
@@ -45,6 +62,7 @@ class AmpState:
         self.max_loss_scale = 2.0**24
         self.functions = UserRegistry()
         self.init_handle: Any = None
+        self._without_session: list[Scaler] = []
 
     # -- sessions ----------------------------------------------------------------------------
 
@@ -90,19 +108,14 @@ class AmpState:
     # -- apex's view -------------------------------------------------------------------------
 
     @property
-    def loss_scalers(self) -> tuple[LossScaler, ...]:
-        """The current session's scalers, as apex's objects. Assign others to exchange them."""
+    def loss_scalers(self) -> LossScalers:
+        """The current session's scalers. Without one, a script's own, which nothing uses."""
         session = self.current()
-        if session is None:
-            return ()
-        return tuple(map(LossScaler.over, session.scalers))
+        return LossScalers(self._without_session if session is None else session.scalers)
 
     @loss_scalers.setter
     def loss_scalers(self, scalers: Iterable[LossScaler]) -> None:
-        session = self.current()
-        if session is None:
-            raise RuntimeError("amp._amp_state.loss_scalers was set before amp.initialize.")
-        session.scalers[:] = [scaler._scaler for scaler in scalers]
+        self.loss_scalers[:] = scalers
 
 
 _amp_state = AmpState()
