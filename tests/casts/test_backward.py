@@ -52,8 +52,8 @@ def in_pass(rule, *, hook, start=backward, block=True, device="cpu"):
     return results
 
 
-WHERE = pytest.mark.parametrize("hook", [True, False], ids=["hook", "function"])
-BLOCK = pytest.mark.parametrize("block", [True, False], ids=["scale_loss", "backward"])
+hook = loops.each_of(True, False, ids=["hook", "function"])
+block = loops.each_of(True, False, ids=["scale_loss", "backward"])
 
 
 MIXED = {
@@ -69,8 +69,6 @@ MIXED = {
 }
 
 
-@WHERE
-@BLOCK
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_python_code_in_a_pass_may_mix_dtypes(hook, block, device):
     weight = torch.rand(2, 2, device=device)
@@ -87,8 +85,6 @@ def test_python_code_in_a_pass_may_mix_dtypes(hook, block, device):
         torch.testing.assert_close(found.float(), results[0], rtol=2e-2, atol=2e-2)
 
 
-@WHERE
-@BLOCK
 @pytest.mark.parametrize("rule", [lambda g: g.exp(), lambda g: g @ g, lambda g: g.clone().exp_()])
 def test_python_code_in_a_pass_keeps_one_dtype(hook, block, rule):
     plain = rule(torch.ones(2, 2, dtype=BF16))
@@ -97,7 +93,6 @@ def test_python_code_in_a_pass_keeps_one_dtype(hook, block, rule):
     assert torch.equal(got, plain)
 
 
-@WHERE
 def test_torch_s_own_kernels_cast_nothing_in_a_block(hook):
     (got,) = in_pass(torch.prod, hook=hook)
     assert got.dtype is BF16
@@ -123,7 +118,6 @@ class Recomputed(torch.autograd.Function):
         return None, None, *torch.autograd.grad(out, (x, *ctx.inputs[1:]), grad)
 
 
-@BLOCK
 @pytest.mark.parametrize("own_pass", [True, False], ids=["backward", "grad"])
 def test_a_recompute_by_a_function_of_the_script_is_the_forward_again(level, block, own_pass):
     model, optimizer = loops.prepared(level, model=nn.Linear(4, 4), loss_scale=1.0)
@@ -247,7 +241,6 @@ def test_a_recompute_in_a_pass_has_the_dtypes_of_the_forward(reentrant):
     assert dtypes == [(BF16, BF16, torch.float16)] * 2
 
 
-@BLOCK
 @pytest.mark.parametrize("part", FP32_PARTS)
 def test_gradients_and_forces_of_a_part_in_fp32_are_those_of_fp32(level, block, part):
     """Forces are ``torch.autograd.grad(create_graph=True)``: formulas with gradients enabled."""

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from tests.support.loops import Body
+from tests.support.loops import Body, at_levels
 
-LEVELS = pytest.mark.parametrize(("level", "low"), [("O1", torch.float16), ("O4", torch.bfloat16)])
+level = at_levels("O1", "O4")
+low = pytest.fixture(lambda level: torch.float16 if level == "O1" else torch.bfloat16)
 FP32, FP64 = torch.float32, torch.float64
 
 
@@ -26,7 +27,6 @@ def make_model(level, layer=None, rule=applied):
     return amp.initialize(model, opt_level=level, verbosity=0)
 
 
-@LEVELS
 @pytest.mark.parametrize("make", [lambda x: x, lambda x: {"x": x}, lambda x: [(x,)]])
 def test_seconds_since_1970_keep_their_differences(level, low, make):
     start = torch.full((2, 1), 1.7e9, dtype=FP64)
@@ -56,7 +56,6 @@ PACKED = [
 ]
 
 
-@LEVELS
 @pytest.mark.parametrize(("pack", "unpack"), PACKED)
 def test_float64_in_any_container_meets_fp32_weights(level, low, pack, unpack):
     model = make_model(level, nn.Linear(4, 4), lambda layer, batch: layer(unpack(batch)))
@@ -82,7 +81,6 @@ MEETS_WEIGHTS = {
 }
 
 
-@LEVELS
 @pytest.mark.parametrize("name", MEETS_WEIGHTS)
 def test_data_from_numpy_meets_fp32_weights(level, low, name):
     layer, shape, rule = MEETS_WEIGHTS[name]
@@ -100,7 +98,6 @@ def test_data_from_numpy_meets_fp32_weights(level, low, name):
     layer.zero_grad()
 
 
-@LEVELS
 def test_calls_of_float64_alone_stay_float64(level, low):
     model = make_model(level)
     x = torch.ones(4, 4, dtype=FP64)
@@ -109,7 +106,6 @@ def test_calls_of_float64_alone_stay_float64(level, low):
         assert rule().dtype is FP64
 
 
-@LEVELS
 def test_a_compiled_model_takes_float64(level, low):
     model = torch.compile(make_model(level), backend="eager", fullgraph=True)
     assert model(torch.ones(2, 4)).dtype is low

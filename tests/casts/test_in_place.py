@@ -9,17 +9,16 @@ from torch import Tensor
 from apex._core.op_rows import PRODUCTS
 from tests.casts.op_calls import calls
 from tests.casts.op_rows import convert, region_of
+from tests.support.loops import each_of
 
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-LOW = pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+device = each_of("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+low = each_of(torch.bfloat16, torch.float16, ids=["bf16", "fp16"])
 
 
 def run(low, device, fn, *args, **kwargs):
     return region_of(low, device).run(fn, *args, **kwargs)
 
 
-@LOW
-@DEVICES
 def test_a_product_with_out_casts_its_arguments_to_out(low, device):
     for name in PRODUCTS.split():
         (call,) = (c for c in calls() if (c.namespace, c.name) == ("torch", name))
@@ -32,8 +31,6 @@ def test_a_product_with_out_casts_its_arguments_to_out(low, device):
             torch.testing.assert_close(out, expected)
 
 
-@LOW
-@DEVICES
 @pytest.mark.parametrize("exponent", [2.5, "low", torch.float32])
 def test_the_in_place_power_operator_gives_a_new_fp32_tensor(low, device, exponent):
     before = torch.full((2,), 300.0, dtype=low, device=device)  # whose square fp16 cannot hold
@@ -47,8 +44,6 @@ def test_the_in_place_power_operator_gives_a_new_fp32_tensor(low, device, expone
     assert torch.equal(before, torch.full_like(before, 300.0))
 
 
-@LOW
-@DEVICES
 def test_the_in_place_power_operator_writes_into_an_fp32_tensor(low, device):
     x = torch.full((2,), 3.0, device=device)
     assert run(low, device, operator.ipow, x, 2) is x

@@ -7,10 +7,11 @@ from torch import nn
 
 from apex import amp
 from apex.amp import lists
-from tests.support.loops import prepared, scaled_backward
+from tests.support.loops import at_levels, prepared, scaled_backward
 
 LOW = {"O1": torch.float16, "O4": torch.bfloat16}
-LEVELS = pytest.mark.parametrize(("level", "low"), LOW.items(), ids=LOW)
+level = at_levels(*LOW)
+low = pytest.fixture(lambda level: LOW[level])
 SPARSE_NEWS = "ignore:Sparse (CSR tensor|invariant checks):UserWarning"
 pytestmark = pytest.mark.filterwarnings(SPARSE_NEWS)
 ROWS, PLACES = torch.tensor([2, 0]), torch.tensor([[0, 1], [1, 0]])
@@ -72,7 +73,6 @@ WRITES = {
 }
 
 
-@LEVELS
 def test_what_is_written_takes_the_dtype_of_its_destination(level, low):
     for rule in WRITES.values():
         check(rule, level, low)
@@ -103,13 +103,11 @@ SPARSE = {
 }
 
 
-@LEVELS
 def test_a_product_with_a_sparse_operand_runs_in_fp32(level, low):
     for rule in SPARSE.values():
         check(rule, level, low)
 
 
-@LEVELS
 def test_values_of_a_sparse_operand_get_gradients(level, low):
     def rule(base, out):
         values = base.flatten()[:2]
@@ -119,7 +117,6 @@ def test_values_of_a_sparse_operand_get_gradients(level, low):
     check(rule, level, low)
 
 
-@LEVELS
 def test_training_with_fake_quantization_runs_in_fp32(level, low):
     fake = torch.ao.quantization.FusedMovingAvgObsFakeQuantize()
     check(lambda base, out: fake(out), level, low, tolerance=5e-2)
@@ -161,7 +158,6 @@ MODULES = {
 }
 
 
-@LEVELS
 @pytest.mark.parametrize("kind", MODULES)
 def test_names_of_torch_in_fp32_funcs_run_in_fp32(listed, level, low, kind):
     module, rules = MODULES[kind]

@@ -8,19 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.casts.op_rows import region_of
+from tests.support.loops import each_of
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-LOW = [torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(params=LOW, ids=["bf16", "fp16"])
-def low(request):
-    return request.param
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
+low = each_of(torch.bfloat16, torch.float16, ids=["bf16", "fp16"])
+device = each_of("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from apex import amp
 from apex.parallel import LARC
 from tests.support import loops
 
-levels = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+level = loops.at_levels(*loops.LEVELS)
 
 
 def pickled(thing):
@@ -25,7 +25,7 @@ def pickled(thing):
 
 
 WAYS = {"deepcopy": copy.deepcopy, "pickle": pickled, "torch.save": loops.saved_and_loaded}
-every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+way = loops.each_of(*WAYS.values(), ids=WAYS)
 
 
 class NestedNet(nn.Module):
@@ -69,8 +69,6 @@ def assert_plain(copied, state):
     assert {t.dtype for t in tensors if t.is_floating_point()} == {torch.float32}
 
 
-@every_way
-@levels
 def test_a_model_becomes_its_plain_model_with_exact_values(level, way):
     model, _optimizer = pair_trained(level)
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -83,7 +81,6 @@ def test_a_model_becomes_its_plain_model_with_exact_values(level, way):
     assert loops.same(dict(model.state_dict()), state)
 
 
-@levels
 def test_a_shallow_copy_is_plain_and_follows_the_training(level):
     model, optimizer = pair_trained(level)
     copied = copy.copy(model)
@@ -109,7 +106,6 @@ class CustomState(NestedNet):
         self.load_state_dict(state["weights"])
 
 
-@every_way
 @pytest.mark.parametrize("level", ["O4", "O5"])
 def test_own_getstate_and_setstate_are_honoured(way, level):
     model, _ = loops.prepared(level, model=CustomState())
@@ -118,7 +114,6 @@ def test_own_getstate_and_setstate_are_honoured(way, level):
     assert loops.same(dict(model.state_dict()), dict(twin.state_dict()))
 
 
-@every_way
 def test_the_copy_of_a_part_is_plain(way):
     model, _ = pair_trained("O5")
     part = way(model.inner)
@@ -140,7 +135,6 @@ def test_a_copy_is_gone_with_its_last_reference(duplicate):
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
-@every_way
 @pytest.mark.parametrize("level", ["O1", "O3", "O5"])
 def test_model_part_and_optimizer_stay_connected_in_any_order(level, way, order):
     model, optimizer = pair_trained(level)
@@ -160,7 +154,6 @@ def test_model_part_and_optimizer_stay_connected_in_any_order(level, way, order)
     assert not torch.equal(twin.outer.bias, before)
 
 
-@levels
 def test_parameters_that_are_deep_copied_before_their_model_are_its_own(level):
     model, optimizer = pair_trained(level)
     things = [*model.parameters(), *model.buffers()], optimizer, model.inner, model
@@ -190,7 +183,6 @@ def compiled(model):
 
 
 @pytest.mark.parametrize(("wrap", "inner"), [(compiled, "_orig_mod"), (Delegating, "model")])
-@levels
 def test_the_deep_copy_of_a_wrapper_is_a_wrapper_of_the_plain_model(level, wrap, inner):
     model, _ = pair_trained(level)
     wrapper = wrap(model)
@@ -202,7 +194,6 @@ def test_the_deep_copy_of_a_wrapper_is_a_wrapper_of_the_plain_model(level, wrap,
 
 
 @pytest.mark.parametrize(("wrap", "inner"), [(LARC, "optim"), (Delegating, "model")])
-@levels
 def test_the_deep_copy_of_a_wrapper_is_a_wrapper_of_the_plain_optimizer(level, wrap, inner):
     model, optimizer = pair_trained(level)
     wrapper = wrap(optimizer)
@@ -214,7 +205,7 @@ def test_the_deep_copy_of_a_wrapper_is_a_wrapper_of_the_plain_optimizer(level, w
     assert twin.param_groups[0]["params"][0] is next(twin_model.parameters())
 
 
-@every_way
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_an_optimizer_alone_is_plain_and_its_state_loads_back(level, way):
     _model, optimizer = pair_trained(level)
     plain = way(optimizer)
@@ -226,7 +217,6 @@ def test_an_optimizer_alone_is_plain_and_its_state_loads_back(level, way):
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-@every_way
 def test_a_copy_has_the_weights_that_were_written_since_the_last_step(way, elsewhere):
     model, optimizer = loops.trained("O5")
     expected = loops.masters(optimizer)
@@ -237,7 +227,6 @@ def test_a_copy_has_the_weights_that_were_written_since_the_last_step(way, elsew
     assert loops.same(expected, loops.values(way(model).parameters()))
 
 
-@every_way
 def test_a_copy_made_while_weights_are_swapped_leaves_the_masters(way):
     model, optimizer = loops.trained("O5")
     own, expected = loops.values(model.parameters()), loops.masters(optimizer)

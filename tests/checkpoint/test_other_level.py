@@ -14,13 +14,12 @@ from apex.optimizers import FusedSGD
 from tests.support import loops
 
 OFF = "off"
-LEVELS = ("O1", "O2", "O5")
-DYNAMIC = ("O1", "O2")
 OPTIMIZERS = {
     "fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, fused=True),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
 }
-PAIRS = list(itertools.permutations((*LEVELS, OFF), 2))
+level = loops.at_levels(*loops.WITH_MASTERS)
+PAIRS = list(itertools.permutations((*loops.LEVELS_SHORT, OFF), 2))
 
 
 def prepare(level, model, optimizer, **options):
@@ -33,7 +32,7 @@ def prepare(level, model, optimizer, **options):
 def save_at(level, name):
     model = loops.net()
     model, optimizer = prepare(level, model, OPTIMIZERS[name](model.parameters()))
-    for x, y in loops.batches(3, overflow_at={1} if level in DYNAMIC else ()):
+    for x, y in loops.batches(3, overflow_at={1} if level in loops.DYNAMIC else ()):
         loops.train_step(model, optimizer, x, y)
     return [part.state_dict() for part in (model, optimizer, amp)]
 
@@ -70,8 +69,8 @@ def test_weights_state_and_scale_go_on_in_the_dtypes_of_the_level(saved, before,
         assert torch.equal(param, value.to(param.dtype))
     assert loops.same(optimizer.state_dict()["state"], optimizer_state["state"])
     if OFF not in (before, now):
-        same_kind = (before in DYNAMIC) is (now in DYNAMIC)
-        fresh = 2.0**16 if now in DYNAMIC else 1.0
+        same_kind = (before in loops.DYNAMIC) is (now in loops.DYNAMIC)
+        fresh = 2.0**16 if now in loops.DYNAMIC else 1.0
         assert loops.loss_scale() == (scales["loss_scaler0"]["loss_scale"] if same_kind else fresh)
 
     with warnings.catch_warnings():
@@ -93,7 +92,6 @@ def test_there_and_back_by_a_level_with_masters_loses_nothing(saved):
     assert loops.same(first[1]["state"], states[1]["state"])
 
 
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_a_frozen_weight_that_has_state_gets_an_exact_master(level):
     model = loops.net()
     model[0].weight.requires_grad_(False)
@@ -103,7 +101,6 @@ def test_a_frozen_weight_that_has_state_gets_an_exact_master(level):
     assert loops.same(exact, loops.values(optimizer.param_groups[0]["params"]))
 
 
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_weights_unfrozen_after_a_load_go_on_bit_for_bit(level):
     states = save_at(level, "SGD")
     ends = []

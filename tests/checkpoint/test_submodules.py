@@ -10,6 +10,8 @@ from torch.nn.utils import parametrize
 from apex import amp
 from tests.support import loops
 
+level = loops.at_levels(*loops.WITH_MASTERS)
+
 
 def nested():
     return nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 2))
@@ -20,6 +22,7 @@ def random_like(state):
     return {name: torch.rand(value.shape, generator=generator) for name, value in state.items()}
 
 
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_every_part_is_saved_as_in_the_whole(level):
     model, _ = loops.trained(level, model=nested())
     whole = model.state_dict()
@@ -42,7 +45,6 @@ def parametrized(model):
 
 
 @pytest.mark.parametrize("move", [replaced, parametrized])
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_a_module_that_takes_over_parameters_is_saved_and_loaded_to_the_last_bit(level, move):
     model, optimizer = loops.trained(level, model=nested())
     masters = dict(zip(map(id, model.parameters()), amp.master_params(optimizer), strict=True))
@@ -54,7 +56,6 @@ def test_a_module_that_takes_over_parameters_is_saved_and_loaded_to_the_last_bit
         assert loops.same(exact, random_like(exact))
 
 
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_a_module_that_takes_over_parameters_is_pickled_to_the_last_bit(level):
     model, optimizer = loops.trained(level, model=nested())
     expected = loops.masters(optimizer)
@@ -64,7 +65,6 @@ def test_a_module_that_takes_over_parameters_is_pickled_to_the_last_bit(level):
         assert loops.same(loops.values(plain.parameters()), values)
 
 
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_a_parent_with_two_prepared_models_saves_and_loads_both(level):
     pairs = [loops.trained(level, model=nested()) for _ in range(2)]
     parent = nn.ModuleDict({"first": pairs[0][0], "second": pairs[1][0]})
@@ -75,7 +75,6 @@ def test_a_parent_with_two_prepared_models_saves_and_loads_both(level):
     assert loops.same(masters, list(new.values()))
 
 
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_a_part_that_loads_in_part_keeps_the_masters_of_the_rest(level):
     model, optimizer = loops.trained(level, model=nested())
     before = loops.masters(optimizer)
@@ -87,7 +86,6 @@ def test_a_part_that_loads_in_part_keeps_the_masters_of_the_rest(level):
     assert loops.same([weight, *before[1:3], torch.full((2,), 1 / 3)], loops.masters(optimizer))
 
 
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_a_loaded_buffer_is_saved_and_restored_to_the_last_bit(level):
     model = loops.net()
     model[0].register_buffer("shift", torch.rand(3))
@@ -106,7 +104,6 @@ def load_as_mmcv(module, state, prefix=""):
         load_as_mmcv(child, state, f"{prefix}{name}.")
 
 
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_a_loader_of_another_library_sets_the_masters_to_the_last_bit(level):
     model, optimizer = loops.trained(level, model=nested())
     new = random_like(model.state_dict())
@@ -125,7 +122,6 @@ def swaps():
     torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_loading_by_swapping_parameters_sets_the_masters(level, swaps):
     model, optimizer = loops.prepared(level, loss_scale=1.0)
     loops.train_step(model, optimizer, *loops.batch())

@@ -14,7 +14,7 @@ from tests.clients.libraries import need
 from tests.support import loops
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-levels = pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+level = loops.at_levels(*loops.MIXED)
 
 
 class Tied(nn.Module):
@@ -29,7 +29,6 @@ class Tied(nn.Module):
         return self.head(self.embed.weight[:3] + x)
 
 
-@levels
 def test_safetensors_saves_tied_weights_for_a_plain_model(level, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     model, _ = loops.prepared(level, model=Tied())
@@ -39,7 +38,6 @@ def test_safetensors_saves_tied_weights_for_a_plain_model(level, tmp_path):
     assert loops.same(dict(plain.state_dict()), dict(model.state_dict()))
 
 
-@levels
 def test_a_pretrained_model_loads_as_trained(level, tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -56,7 +54,6 @@ def test_a_pretrained_model_loads_as_trained(level, tmp_path):
 
 @pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
 @pytest.mark.parametrize("frozen", [False, True])
-@levels
 def test_torchao_quantizes_the_model_and_its_copy(level, frozen, name):
     quantization = pytest.importorskip("torchao.quantization")
     net = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
@@ -72,7 +69,6 @@ def test_torchao_quantizes_the_model_and_its_copy(level, frozen, name):
                 torch.testing.assert_close(each(x).float(), expected, rtol=0.05, atol=0.05)
 
 
-@levels
 def test_an_adapter_is_merged_into_the_plain_copy(level):
     peft = pytest.importorskip("peft")
     base = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
@@ -87,7 +83,6 @@ def test_an_adapter_is_merged_into_the_plain_copy(level):
 
 
 @pytest.mark.parametrize("dynamo", [False, True])
-@levels
 def test_an_onnx_export_runs_or_names_its_line(level, dynamo):
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
@@ -105,7 +100,6 @@ def test_an_onnx_export_runs_or_names_its_line(level, dynamo):
     torch.testing.assert_close(torch.from_numpy(found), expected.detach())
 
 
-@levels
 def test_torchao_quantizes_a_copy_to_4_bits_as_the_plain_model(level):
     quantization = pytest.importorskip("torchao.quantization")
     config = quantization.IntxWeightOnlyConfig(torch.int4)
@@ -143,7 +137,6 @@ def test_an_exported_copy_runs_elsewhere(level, run, tmp_path):
         torch.testing.assert_close(found, plain(x), rtol=0.0, atol=1e-6)
 
 
-@levels
 def test_torch_exports_and_scripts_the_plain_model(level):
     model, _optimizer = loops.prepared(level)
     x = loops.batch()[0]
@@ -179,7 +172,6 @@ def means(model):
         yield utils.ModelEmaV3(model, decay=0.9, **options)
 
 
-@levels
 def test_timm_averages_the_plain_model(level):
     model, optimizer = loops.prepared(level)
     twin = copy.deepcopy(model)
@@ -199,7 +191,6 @@ def step_in_child(queue, model, optimizer):
     queue.put([value.tolist() for value in loops.masters(optimizer)])
 
 
-@levels
 def test_a_forked_process_trains_on(level):
     pair = loops.trained(level)
     context = multiprocessing.get_context("fork")
@@ -212,7 +203,6 @@ def test_a_forked_process_trains_on(level):
     assert found == [value.tolist() for value in loops.masters(pair[1])]
 
 
-@levels
 def test_cloudpickle_and_skorch_pickle_the_plain_model(level):
     cloudpickle = pytest.importorskip("cloudpickle")
     skorch = pytest.importorskip("skorch")
@@ -226,7 +216,6 @@ def test_cloudpickle_and_skorch_pickle_the_plain_model(level):
         assert loops.same(dict(copied.state_dict()), dict(expected.state_dict()))
 
 
-@levels
 def test_higher_differentiates_through_the_plain_copy(level):
     higher = pytest.importorskip("higher")
     pair, x, y = loops.trained(level), *loops.batch()
@@ -240,7 +229,6 @@ def test_higher_differentiates_through_the_plain_copy(level):
     assert loops.same(*grads)
 
 
-@levels
 def test_layers_of_fp8_train_and_are_copied(level):
     float8 = pytest.importorskip("torchao.float8")
     net = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))

@@ -9,11 +9,13 @@ from torch.testing import assert_close
 
 from tests.clients.classes import EXACT, LEVELS, adam, data, layers
 from tests.clients.libraries import free_port, need, of_its_time
+from tests.support.loops import at_levels
 
 dl = need("catalyst.dl")
 need("catalyst.engines.apex")
 
 pytestmark = of_its_time
+level = at_levels(*LEVELS)
 
 
 def apex_engine(level):
@@ -39,7 +41,6 @@ def run_engine(engine, epochs, folder=None, resume=None):
     return runner, losses
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_the_engine_trains_as_fp32_does(level):
     _, expected = run_engine(dl.DeviceEngine("cpu"), 6)  # first: O1 casts whatever this thread runs
     _, losses = run_engine(apex_engine(level), 6)
@@ -47,7 +48,6 @@ def test_the_engine_trains_as_fp32_does(level):
     assert_close(losses, expected, rtol=0 if level == "O0" else 0.05, atol=0)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_a_notebooks_second_run_resumes_from_the_first_ones_checkpoint(level, tmp_path):
     whole, _ = run_engine(apex_engine(level), 4)
     expected = whole.engine.pack_checkpoint(model=whole.model, optimizer=whole.optimizer)

@@ -11,13 +11,14 @@ from torch.testing import assert_close
 from apex import amp
 from tests.clients.classes import EXACT, LEVELS, adam, labelled_rows, layers
 from tests.clients.libraries import free_port, need, of_its_time
-from tests.support.loops import masters, values
+from tests.support.loops import at_levels, masters, values
 
 deepspeed = need("deepspeed")
 if deepspeed.__version__.startswith("0.19"):
     pytest.skip("DeepSpeed has removed the section", allow_module_level=True)
 
 pytestmark = of_its_time
+level = at_levels(*LEVELS)
 
 
 @contextmanager
@@ -84,7 +85,6 @@ def run_engine(engine, steps):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("level", LEVELS)
 def test_the_engine_trains_as_fp32_does(start, level, accumulate):
     expected = run_engine(start(None, accumulate), range(24))
     losses = run_engine(start(level, accumulate), range(24))
@@ -92,7 +92,6 @@ def test_the_engine_trains_as_fp32_does(start, level, accumulate):
     assert_close(losses, expected, **(EXACT if level == "O0" else {"rtol": 0.05, "atol": 0.01}))
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_a_checkpoint_resumes(start, level, tmp_path):
     whole = start(level)
     run_engine(whole, range(8))

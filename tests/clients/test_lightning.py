@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from tests.clients.classes import EXACT, LEVELS, data
 from tests.clients.libraries import need, of_its_time
 from tests.clients.lightning_modules import adversaries, classifier, trainer
-from tests.support.loops import masters
+from tests.support.loops import at_levels, masters
 
 pl = need("pytorch_lightning")
 plugins = need("pytorch_lightning.plugins")
@@ -15,6 +15,7 @@ if not pl.__version__.startswith("1."):
     pytest.skip("pytorch_lightning 2 has no plugin for apex", allow_module_level=True)
 
 pytestmark = of_its_time
+level = at_levels(*LEVELS)
 
 
 def fit(module, level, **options):
@@ -28,7 +29,6 @@ OPTIONS = ({}, {"gradient_clip_val": 0.5}, {"accumulate_grad_batches": 2})
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "clip", "accumulate"])
-@pytest.mark.parametrize("level", LEVELS)
 def test_the_plugin_trains_as_fp32_does(level, options):
     plain, module = classifier(pl), classifier(pl)
     fit(plain, None, **options)
@@ -48,7 +48,6 @@ def test_a_module_steps_two_optimizers_itself(level):
         assert_close(masters(optimizer), [*map(torch.detach, part.parameters())], rtol=0, atol=5e-3)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_a_checkpoint_loads_into_a_plain_module(level, tmp_path):
     made = fit(module := classifier(pl), level)
     made.save_checkpoint(tmp_path / "saved.ckpt")

@@ -26,7 +26,6 @@ from apex.integrations.lightning import ApexPrecision  # noqa: E402 - after the 
 
 pytestmark = [*of_its_time, pytest.mark.filterwarnings("ignore:.* is emulated on this CPU")]
 
-LEVELS = ("O1", "O2", "O5")
 OPTIONS = {
     "norm": {"gradient_clip_val": 0.1},
     "value": {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
@@ -82,7 +81,6 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("by_itself", [False, True], ids=["forward", "child"])
-@pytest.mark.parametrize("level", LEVELS)
 def test_a_module_trains_as_in_a_loop_with_amp(pl, level, by_itself):
     module = classifier(pl, by_itself=by_itself)
     fit(pl, level, module)
@@ -101,7 +99,6 @@ def test_the_trainer_clips_and_accumulates(pl, level, options):
     same(module.layers.state_dict(), weights)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_a_module_is_plain_fp32_after_a_fit_and_trains_on(pl, level):
     module, before = classifier(pl), classifier(pl)
     made = fit(pl, level, module)
@@ -175,7 +172,6 @@ def test_evaluation_computes_in_16_bits_and_keeps_every_digit(pl, level, dtype):
 # -- checkpoints -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_a_resumed_run_is_bit_identical(pl, level, tmp_path):
     dynamic = {"growth_interval": 3, "max_loss_scale": 2.0**17} if level in ("O1", "O2") else {}
     whole, half, rest = (classifier(pl) for _ in range(3))
@@ -310,7 +306,6 @@ def train_in_fabric(fabric, model, optimizer, epochs=2):
     return losses
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_fabric_trains_as_a_loop_with_amp(set_up, level):
     losses = train_in_fabric(*set_up(level), epochs=1)
     _, expected = by_hand(level, epochs=1, gradient_clip_val=0.1)

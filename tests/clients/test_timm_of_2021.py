@@ -20,7 +20,6 @@ from timm.utils import ApexScaler, CheckpointSaver, ModelEmaV2  # noqa: E402
 
 pytestmark = of_its_time
 
-LEVELS = ("O1", "O2", "O5")
 RATES = {
     **dict.fromkeys(("adabelief", "adafactor", "adamp", "adamw", "fusedadam", "fusedlamb"), 0.01),
     **dict.fromkeys(("lookahead_adam", "lookahead_fusedlamb", "nadam", "rmsproptf"), 0.01),
@@ -58,7 +57,6 @@ def step(model, optimizer, scaler, index=0):
     return loss.item()
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", RATES)
 def test_an_optimizer_of_timm_trains_as_in_fp32(prepare_vit, name, level):
     def losses(level):

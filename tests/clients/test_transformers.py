@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from apex import amp, normalization
 from tests.clients.classes import LEVELS
 from tests.clients.libraries import need
-from tests.support.loops import descend
+from tests.support.loops import at_levels, descend
 
 need("transformers")
 need("transformers.models.t5.modeling_t5")
@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config  # noqa: E402 -
 from transformers.models.t5 import modeling_t5  # noqa: E402
 
 pytestmark = pytest.mark.clients
+level = at_levels(*LEVELS)
 
 VERSION = tuple(int(part) for part in importlib.metadata.version("transformers").split(".")[:2])
 
@@ -75,7 +76,6 @@ def test_t5_on_our_norm_computes_what_it_does_on_its_own(own_t5, dtype):
         assert_close(param.grad, expected.grad, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_t5_trains_at_every_level(level):
     losses = train_model(*prepare_model(level, tiny_t5()), tokens())
     assert losses[-1] < losses[0]
@@ -126,7 +126,6 @@ def test_llama_s_angles_are_those_of_fp32_within_a_rounding(level, dtype):
         assert torch.equal(found, exact.to(dtype))
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_llama_as_it_is_loaded_in_bf16_trains_at_every_level(level, tmp_path):
     tiny_llama().save_pretrained(tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)

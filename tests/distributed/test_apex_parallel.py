@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from apex import amp
 from apex.parallel import DistributedDataParallel, Reducer, SyncBatchNorm, reduce_in_fp32
 from apex.parallel import distributed as d
-from tests.support.loops import scaled_backward
+from tests.support.loops import each_of, scaled_backward
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = {"rtol": 2**-20, "atol": 2**-22}
 FP16, BF16 = torch.float16, torch.bfloat16
-BOTH = pytest.mark.parametrize("delay", [False, True])
+delay = each_of(False, True)
 
 
 def net():
@@ -89,7 +89,6 @@ def one_backward(rank, options):
     return grads(wrapped), flat
 
 
-@BOTH
 @pytest.mark.parametrize("predivide", [1.0, 4.0])
 def test_without_average_gradients_are_summed(on_two_ranks, delay, predivide):
     options = {"gradient_average": False, "gradient_predivide_factor": predivide}
@@ -105,7 +104,6 @@ def large_fp16_gradient(rank, options):
     return model.weight.grad.item()
 
 
-@BOTH
 def test_always_fp32_sums_beyond_the_range_of_fp16(on_two_ranks, delay):
     options = {"allreduce_always_fp32": True, "delay_allreduce": delay}
     assert on_two_ranks(large_fp16_gradient, options) == [49152.0] * 2
@@ -202,7 +200,6 @@ def accumulate(rank, delay, by):
     return local, grads(wrapped)
 
 
-@BOTH
 @pytest.mark.parametrize("by", ["no_sync", "disable_allreduce"])
 def test_accumulated_gradients_are_local_until_the_last_pass(on_two_ranks, delay, by):
     for rank, (local, total) in enumerate(on_two_ranks(accumulate, delay, by)):
@@ -265,7 +262,6 @@ def buffers_and_copies(rank, delay):
     return norm.module.running_mean, [*found, grads(wrapped)]
 
 
-@BOTH
 def test_buffers_are_each_ranks_own_and_copies_and_compiled_wrappers_reduce(on_two_ranks, delay):
     for rank, (mean, found) in enumerate(on_two_ranks(buffers_and_copies, delay)):
         assert_close([mean], [torch.full((2,), 0.1 * (rank + 0.5))])

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.distributed
 ALL = [("O5", name) for name in cases.WRAPPERS] + [
     (level, name) for level in ("O1", "O2") for name in ("torch", "apex delayed")
 ]
-CASES = pytest.mark.parametrize(("level", "wrapper"), ALL)
 
 
 def average_inside(rank, level):
@@ -55,7 +54,7 @@ def train_rank(rank, level, wrapper, steps=20, poisoned=None):
     return cases.state(parallel, optimizer)
 
 
-@CASES
+@pytest.mark.parametrize(("level", "wrapper"), ALL)
 def test_two_ranks_train_as_one_process_on_the_joined_batch(on_two_ranks, level, wrapper):
     first, second = on_two_ranks(train_rank, level, wrapper)
     assert first == second

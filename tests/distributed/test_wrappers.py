@@ -198,7 +198,6 @@ def train_gan_on_ranks(rank, level):
     return train_gan(level, rank, data, DistributedDataParallel)
 
 
-@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_a_pass_through_the_model_of_another_optimizer_trains_as_one_process(on_two_ranks, level):
     first, second = on_two_ranks(train_gan_on_ranks, level)
     assert first == second

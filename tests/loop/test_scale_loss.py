@@ -11,8 +11,6 @@ from apex import amp
 from tests.support import loops
 from tests.support.reference.plain_loops import Loop
 
-casting = pytest.mark.parametrize("level", ["O1", "O4"])
-
 
 def grads(optimizer):
     return [p.grad.item() for p in amp.master_params(optimizer)]
@@ -102,7 +100,7 @@ def test_retain_graph_backs_twice_through_one_graph(level):
 # -- casts -----------------------------------------------------------------------------------
 
 
-@casting
+@pytest.mark.parametrize("level", ["O1", "O4"])
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_inside_the_block_casts_are_those_around_it(level, in_thread):
     low = loops.LEVELS[level].compute

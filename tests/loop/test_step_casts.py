@@ -10,7 +10,8 @@ from apex import amp
 from tests.support import loops
 
 FP32 = torch.float32
-levels = pytest.mark.parametrize(("level", "low"), [("O1", torch.float16), ("O4", torch.bfloat16)])
+level = loops.at_levels("O1", "O4")
+low = pytest.fixture(lambda level: loops.LEVELS[level].compute)
 
 
 def product():
@@ -33,7 +34,6 @@ class Multiplies(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("step", [loops.train_step, loops.train_step_with_closure])
-@levels
 def test_the_step_computes_in_fp32(level, low, step):
     model, optimizer = loops.prepared(level, Multiplies, loss_scale=64.0)
     step(model, optimizer, *loops.batch())
@@ -41,7 +41,6 @@ def test_the_step_computes_in_fp32(level, low, step):
     assert product() is low
 
 
-@levels
 def test_a_closure_is_cast_as_around_the_step_also_after_one_that_raises(level, low):
     _model, optimizer = loops.prepared(level, Multiplies, loss_scale=64.0)
     seen = []
@@ -59,7 +58,6 @@ def test_a_closure_is_cast_as_around_the_step_also_after_one_that_raises(level, 
 # -- an optimizer that amp has not prepared --------------------------------------------------
 
 
-@levels
 def test_a_step_beside_amp_computes_in_fp32_and_its_closure_has_casts(level, low):
     _held = loops.prepared(level)
     for arguments in ({}, {"closure": product}):

@@ -24,9 +24,6 @@ def both(dtype):
     return model
 
 
-every_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-
-
 def values(model):
     """The model's floating tensors, widened."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -37,7 +34,7 @@ def equal(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
 
-@every_dtype
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_they_get_the_level_s_dtypes_train_and_give_back_the_values_that_arrived(level, dtype):
     for make in (lambda dtype: loops.Net().to(dtype), partly, both):
         model, expected = make(dtype), loops.Net()

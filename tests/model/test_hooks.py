@@ -9,8 +9,6 @@ from apex import amp
 from tests.support import loops
 from tests.support.reference.plain_loops import Loop
 
-before_and_after = pytest.mark.parametrize("when", ["before initialize", "after initialize"])
-
 
 def initialized(level, model, optimizers):
     return amp.initialize(model, optimizers, opt_level=level, verbosity=0)
@@ -68,7 +66,7 @@ def plain_log():
     return log.taken()
 
 
-@before_and_after
+@pytest.mark.parametrize("when", ["before initialize", "after initialize"])
 def test_every_hook_runs_once_in_order_and_in_the_level_s_dtypes_also_after_restore(level, when):
     rules, expected = loops.LEVELS[level], plain_log()
     log, model = Log(), loops.net()

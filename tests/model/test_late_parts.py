@@ -8,7 +8,7 @@ from apex import amp
 from tests.model.cases import CASTS_DOWN, EPS, close, dtype_of, prepare, train_plain
 from tests.support import loops
 
-casting_levels = pytest.mark.parametrize("level", CASTS_DOWN)
+level = loops.at_levels(*CASTS_DOWN)
 
 
 def new_head(seed=7):
@@ -23,6 +23,7 @@ def replace_head(model, optimizer):
     optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.05})
 
 
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_a_head_put_on_later_trains_with_its_group_from_its_exact_values(level):
     plain = loops.net()
     reference = loops.sgd(plain.parameters())
@@ -52,6 +53,7 @@ def narrow(model, optimizer):
         model[2].weight.data = model[2].weight.data[:, :4].clone()
 
 
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 @pytest.mark.parametrize("reads", [False, True])
 def test_weights_that_get_data_of_another_shape_train_on(level, reads):
     plain = loops.net()
@@ -69,7 +71,6 @@ def test_weights_that_get_data_of_another_shape_train_on(level, reads):
     assert close(amp.master_params(optimizer), amp.master_params(reference), eps=4 * EPS[level])
 
 
-@casting_levels
 def test_late_parts_get_the_dtypes_that_the_level_gives_their_like(level):
     model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2))
     model, optimizer = prepare(level, model, fp32_modules=[nn.LayerNorm])
@@ -100,7 +101,6 @@ CHANGES = {
 }
 
 
-@casting_levels
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_late_or_assigned_and_uncast_is_named_with_the_remedy(level, name):
     model = amp.initialize(Shifted(nn.Linear(4, 2)), opt_level=level, verbosity=0)
@@ -132,7 +132,6 @@ class Recurrent(nn.Module):
         return self.cell(x, (state, state) if type(self.cell) is nn.LSTM else state)[0]
 
 
-@casting_levels
 @pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM, nn.GRU, nn.RNN])
 def test_a_tensor_that_the_forward_makes_is_named_with_the_remedies(level, kind):
     def made():
@@ -155,7 +154,6 @@ WITHOUT_KERNELS = {
 }
 
 
-@casting_levels
 @pytest.mark.parametrize("of", WITHOUT_KERNELS.values(), ids=WITHOUT_KERNELS)
 def test_an_operator_without_a_16_bit_kernel_is_told_with_the_remedy(level, of):
     """Such operators of torch say so each in its own way."""
@@ -165,7 +163,6 @@ def test_an_operator_without_a_16_bit_kernel_is_told_with_the_remedy(level, of):
         model(torch.ones(4, 4))
 
 
-@casting_levels
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64])
 def test_an_input_that_no_level_casts_gets_torch_s_own_error(level, dtype):
     model, _ = prepare(level)
@@ -197,7 +194,6 @@ FLOATS = [
 ]
 
 
-@casting_levels
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("to_fp32", FLOATS)
 def test_float_makes_a_model_plain_with_exact_values_and_training_goes_on(level, to_fp32, caplog):
@@ -221,7 +217,6 @@ def test_float_makes_a_model_plain_with_exact_values_and_training_goes_on(level,
     train_plain(model, optimizer)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
 def test_float_between_backward_and_step_changes_no_step(level):
     (model, optimizer), expected = prepare(level), prepare(level)
     for pair in ((model, optimizer), expected):
@@ -242,6 +237,7 @@ def test_an_error_names_parameters_that_were_cast_later():
     model(loops.batch()[0])
 
 
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_a_materialized_model_trains_as_one_that_never_was_lazy(level):
     model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(affine=False), nn.LazyLinear(2))
     model(loops.batch()[0])
@@ -253,6 +249,7 @@ def test_a_materialized_model_trains_as_one_that_never_was_lazy(level):
     assert loops.same(*(loops.masters(optimizer) for _, optimizer in pairs))
 
 
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_a_group_of_lazy_parameters_is_refused_until_they_are_materialized(level):
     model, optimizer = prepare(level)
     model.append(nn.LazyLinear(2, dtype=next(model.parameters()).dtype))

@@ -9,7 +9,6 @@ from apex import amp
 from tests.model.cases import CASTS_DOWN, EPS, SCALE, close, dtype_of, prepare, train_plain
 from tests.support import loops
 
-casting_levels = pytest.mark.parametrize("level", CASTS_DOWN)
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 
 
@@ -29,7 +28,6 @@ WRAPS = {
     "old weight_norm": nn.utils.weight_norm,
     "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
 }
-every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 
 
 def wrapped(wrap):
@@ -53,7 +51,7 @@ def trained_plain(wrap):
     return model, optimizer
 
 
-@every_wrap
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 def test_a_layer_wrapped_before_initialize_trains_saves_and_loads_as_in_fp32(level, wrap):
     plain, plain_optimizer = trained_plain(wrap)
     expected = weight_of(plain)
@@ -74,7 +72,7 @@ def test_a_layer_wrapped_before_initialize_trains_saves_and_loads_as_in_fp32(lev
 
 
 @pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.orthogonal])
-@casting_levels
+@pytest.mark.parametrize("level", CASTS_DOWN)
 def test_parametrizations_may_compute_in_fp32_in_a_16_bit_model(level, wrap):
     plain, _ = trained_plain(wrap)
     expected = weight_of(plain)

@@ -9,8 +9,6 @@ from apex import amp
 from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from tests.support import loops
 
-others = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
-
 
 @contextlib.contextmanager
 def default(dtype):
@@ -30,7 +28,7 @@ FUSED = {
 }
 
 
-@others
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
 @pytest.mark.parametrize("level", loops.LEVELS)
 def test_training_at_a_level_is_the_same(level, dtype):
     for make in FUSED.values():

@@ -14,10 +14,10 @@ from tests.support.loops import same, saved_and_loaded
 from tests.support.reference.plain_loops import Loop
 
 OLD, FLAT, LISTED = fp16_utils.FP16_Optimizer, optimizers.FP16_Optimizer, contrib.FP16_Optimizer
-each = pytest.mark.parametrize("wrapper", [OLD, FLAT, LISTED], ids=["2018", "2019", "contrib"])
+wrapper = loops.each_of(OLD, FLAT, LISTED, ids=["2018", "2019", "contrib"])
 SCALE = {"init_scale": 64.0, "scale_window": 2}
 DYNAMIC = {"dynamic_loss_scale": True, "dynamic_loss_args": SCALE}
-modes = pytest.mark.parametrize("mode", [{"static_loss_scale": 128.0}, DYNAMIC])
+mode = loops.each_of({"static_loss_scale": 128.0}, DYNAMIC)
 
 
 def net(dtype=torch.float16):
@@ -57,8 +57,6 @@ def masters(optimizer):
 # -- the loop --------------------------------------------------------------------------------
 
 
-@modes
-@each
 def test_it_trains_like_a_loop_by_hand(wrapper, mode):
     dynamic = "dynamic_loss_scale" in mode
     model = loops.net().half()
@@ -75,7 +73,6 @@ def test_it_trains_like_a_loop_by_hand(wrapper, mode):
     assert same(list(model.parameters()), loop.model)
 
 
-@each
 def test_an_overflow_is_logged_if_asked_for(wrapper, caplog):
     for verbose in (False, True):
         model, optimizer = build(wrapper, dynamic_loss_scale=True, verbose=verbose)
@@ -86,7 +83,6 @@ def test_an_overflow_is_logged_if_asked_for(wrapper, caplog):
 # -- gradients -------------------------------------------------------------------------------
 
 
-@each
 @pytest.mark.parametrize("window", [1, 100])
 def test_gradients_of_two_losses_add_up(wrapper, window):
     args = {"init_scale": 64.0, "scale_window": window}
@@ -102,7 +98,6 @@ def test_gradients_of_two_losses_add_up(wrapper, window):
     torch.testing.assert_close(grads, expected, rtol=2**-6, atol=2**-8)
 
 
-@each
 def test_gradients_add_up_where_all_parameters_have_16_bits(wrapper):
     model = nn.Linear(3, 2).half()
     optimizer = wrapper(torch.optim.SGD(model.parameters(), lr=0.125), static_loss_scale=8.0)
@@ -142,7 +137,6 @@ def test_clipping_clips_the_unscaled_gradients_and_returns_minus_1_on_overflow()
     assert optimizer.inspect_master_grad_data() is None
 
 
-@each
 def test_sparse_gradients_are_unscaled_and_checked_by_the_sum_of_their_rows(wrapper):
     table = nn.Embedding(3, 2, sparse=True)
     optimizer = wrapper(torch.optim.SGD(table.parameters(), lr=1.0), dynamic_loss_scale=True)
@@ -218,7 +212,6 @@ def test_a_closure_that_overflows_is_called_again_at_a_lower_scale(overflows):
 # -- construction ----------------------------------------------------------------------------
 
 
-@each
 def test_groups_keep_their_identity_and_hold_the_masters(wrapper):
     model = net()
     inner = sgd(model)
@@ -254,7 +247,6 @@ def test_bad_arguments_change_nothing(make, options, error, words):
             assert given.param_groups[0]["params"][0] is model[0].weight
 
 
-@each
 def test_an_optimizer_that_amp_has_prepared_is_refused(wrapper):
     model = nn.Linear(1, 1)
     model, optimizer = amp.initialize(model, sgd(model), opt_level="O5", verbosity=0)
@@ -265,8 +257,6 @@ def test_an_optimizer_that_amp_has_prepared_is_refused(wrapper):
 # -- files -----------------------------------------------------------------------------------
 
 
-@modes
-@each
 def test_a_saved_run_continues_bit_by_bit(wrapper, mode):
     overflow_at = {2} if "dynamic_loss_scale" in mode else set()
     model, optimizer = build(wrapper, **mode)
@@ -340,7 +330,6 @@ def damages(wrapper):
     yield lambda state: {**state, "optimizer_state_dict": groups}
 
 
-@each
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(wrapper):
     model, optimizer = build(wrapper, **DYNAMIC)
     train_wrapper(model, optimizer, range(2))

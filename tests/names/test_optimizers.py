@@ -12,7 +12,7 @@ from apex.multi_tensor_apply import multi_tensor_applier
 from tests.support import fused, loops
 from tests.support.host_reads import HostReads, waits_are_errors
 
-every = pytest.mark.parametrize("name", fused.MAKERS)
+name = loops.each_of(*fused.MAKERS)
 EXACT = {"rtol": 0, "atol": 0}
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -29,7 +29,6 @@ def step(optimizer, params, grads, found_inf):
 # -- skipped steps and torch's GradScaler --------------------------------------------------------
 
 
-@every
 def test_a_set_flag_leaves_all_as_it_is_and_nobody_waits_for_it(name):
     for dtype in (torch.float32, torch.bfloat16):
         params, twins = fused.parameters(dtype), fused.parameters(dtype)
@@ -55,7 +54,6 @@ def scaled(params, scaler, factor=1.0):
     scaler.scale(sum(((p.float() - 1.0) ** 2).sum() for p in params) * factor).backward()
 
 
-@every
 def test_grad_scaler_steps_by_unscaled_gradients(name):
     by_argument = () if name.startswith("contrib.") else ("argument", "disabled")
     for how in ("step", "unscale_", *by_argument):
@@ -76,7 +74,6 @@ def test_grad_scaler_steps_by_unscaled_gradients(name):
         fused.assert_same([p.grad for p in params], [p.grad for p in twins], **EXACT)
 
 
-@every
 def test_grad_scaler_skips_without_a_wait_and_warns_of_nothing_under_a_scheduler(name):
     params = fused.parameters()
     optimizer, scaler = fused.MAKERS[name](params), torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -95,7 +92,6 @@ def test_grad_scaler_skips_without_a_wait_and_warns_of_nothing_under_a_scheduler
 # -- checkpoints and copies ----------------------------------------------------------------------
 
 
-@every
 def test_checkpoints_and_copies_continue_as_the_uninterrupted_run(name):
     for dtype, flag in ((torch.float32, None), (torch.bfloat16, torch.zeros(()))):
         params = fused.parameters(dtype)
@@ -162,7 +158,6 @@ def test_the_state_of_another_model_or_optimizer_is_refused(name, saved, shapes,
 # -- the interface of torch's optimizers ---------------------------------------------------------
 
 
-@every
 def test_closure_scheduler_groups_and_rates(name):
     params = fused.parameters()
     optimizer = fused.MAKERS[name]([{"params": params[:2]}, {"params": params[2:3], "lr": 0.0}])
@@ -182,7 +177,6 @@ def test_closure_scheduler_groups_and_rates(name):
     fused.assert_same(params, before, **EXACT)
 
 
-@every
 def test_what_no_rule_steps_is_refused_before_anything_changes(name):
     params = fused.parameters(shapes=[(3,), (4, 2)])
     optimizer = fused.MAKERS[name](params)
@@ -276,7 +270,6 @@ def test_a_subclass_may_step_by_the_functions_of_its_class():
 
 
 @pytest.mark.gpu
-@every
 def test_steps_are_those_of_the_cpu_and_wait_for_nothing(name):
     for dtype in (torch.float32, torch.bfloat16):
         params = fused.parameters(dtype)

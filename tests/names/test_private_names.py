@@ -12,10 +12,20 @@ import apex.amp as amp
 from apex.amp import _initialize, frontend, handle, opt, scaler
 from apex.amp._amp_state import _amp_state, master_params
 from apex.parallel import LARC
-from tests.support.loops import LEVELS, Net, one_weight, prepared, sgd, slope, small_batches, train
+from tests.support.loops import (
+    LEVELS,
+    LEVELS_SHORT,
+    Net,
+    at_levels,
+    one_weight,
+    prepared,
+    sgd,
+    slope,
+    small_batches,
+    train,
+)
 
-every_level = pytest.mark.parametrize("level", LEVELS)
-with_masters = pytest.mark.parametrize("level", ["O2", "O5"])
+level = at_levels(*LEVELS)
 
 
 # -- modules ---------------------------------------------------------------------------------
@@ -60,7 +70,6 @@ def test_helpers_of_casts_that_scripts_import_do_as_in_apex():
     assert amp.rnn_compat.has_old_rnns() is False
 
 
-@every_level
 def test_a_levels_object_sets_the_options_that_initialize_reports(level):
     options = frontend.opt_levels[level](frontend.Properties())
     assert isinstance(frontend.opt_levels[level], getattr(frontend, level))
@@ -98,7 +107,6 @@ def test_models_of_a_deactivated_handle_cast_and_scale_as_a_later_call_says():
     assert scaled_loss == 4.0 * first(x).float().sum()
 
 
-@every_level
 def test_the_handle_is_active_where_functions_cast_until_it_is_deactivated(level):
     model, _ = prepared(level, model=Net())
     own, casts = _amp_state.handle, level in ("O1", "O4")
@@ -192,7 +200,7 @@ def ids(params):
     return [*map(id, params)]
 
 
-@with_masters
+@pytest.mark.parametrize("level", ["O2", "O5"])
 def test_the_stash_lists_pairs_in_one_order(level):
     model, optimizer = grouped(level)
     stash = optimizer._amp_stash
@@ -212,7 +220,6 @@ def test_the_stash_lists_pairs_in_one_order(level):
     assert optimizer._amp_stash.all_fp16_params[-1] is extra
 
 
-@every_level
 def test_private_methods_do_as_in_apex(level):
     model, optimizer = one_weight(level, loss_scale=8.0)
     for _ in range(2):
@@ -233,6 +240,7 @@ def adam(params):
     return torch.optim.Adam(params, lr=2**-6)
 
 
+@pytest.mark.parametrize("level", LEVELS_SHORT)
 def test_the_resume_idiom_of_bert_scripts_continues_bit_for_bit(level):
     model, optimizer = prepared(level, adam, Net())
     train(model, optimizer, data=small_batches(3))

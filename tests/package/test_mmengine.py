@@ -20,13 +20,13 @@ from mmengine.optim import ApexOptimWrapper as Theirs  # noqa: E402 - after the 
 
 from apex.integrations.mmengine import ApexOptimWrapper as Ours  # noqa: E402
 from tests.package.mmengine_runs import runner, write_configs  # noqa: E402
-from tests.support.loops import Net, scaled_backward  # noqa: E402
+from tests.support.loops import Net, each_of, scaled_backward  # noqa: E402
 
 EXACT = {"rtol": 0, "atol": 0}
 
 pytestmark = pytest.mark.clients
 
-both_kinds = pytest.mark.parametrize("kind", [Ours, Theirs], ids=("ours", "mmengine"))
+kind = each_of(Ours, Theirs, ids=("ours", "mmengine"))
 
 
 def net(seed=0):
@@ -96,7 +96,6 @@ def trained_by_hand(level, groups, **options):
 # -- training --------------------------------------------------------------------------------
 
 
-@both_kinds
 @pytest.mark.parametrize("updates", [[[0], [1], [2], [3]], [[0, 1], [2, 3]]], ids=["", "by 2"])
 def test_it_trains_as_the_three_lines_do_which_share_the_loss(kind, level, updates):
     model, wrapper = wrapped(kind, level, accumulative_counts=len(updates[0]))
@@ -105,7 +104,6 @@ def test_it_trains_as_the_three_lines_do_which_share_the_loss(kind, level, updat
     assert_close(values(wrapper), trained_by_hand(level, updates), **EXACT)
 
 
-@both_kinds
 def test_clip_grad_sees_the_unscaled_gradients_of_the_masters(kind, level):
     model, wrapper = wrapped(kind, level, clip_grad={"max_norm": 2.0**-10})
     wrapper.optimizer.param_groups[0]["lr"] = 1.0
@@ -175,7 +173,6 @@ def uninterrupted(kind, level, before, after):
 
 
 @pytest.mark.parametrize("first", [Ours, Theirs])
-@both_kinds
 @pytest.mark.parametrize("when", ["before the first iteration", "after it"])
 def test_training_goes_on_exactly_from_a_checkpoint_of_either_class(first, kind, level, when):
     (weights, state), end = uninterrupted(first, level, range(2), range(2, 4))

@@ -36,9 +36,14 @@ OPTIMIZERS = {
 }
 
 
+def each_of(*values, ids=None):
+    """An argument of a module's tests: each that takes it runs with all values."""
+    return pytest.fixture(params=values, ids=ids)(lambda request: request.param)
+
+
 def at_levels(*names):
     """The ``level`` of a module: its tests run at these, where they do not say others."""
-    return pytest.fixture(params=names)(lambda request: request.param)
+    return each_of(*names)
 
 
 def fused_adamw_of(params):

@@ -8,23 +8,22 @@ import pytest
 
 from docs.figures import FIGURES, loss_scaling, memory, path
 from tests.package.docs.pages import ROOT
+from tests.support.loops import each_of
 
 TEXT = "{http://www.w3.org/2000/svg}text"
+name = each_of(*FIGURES)
 
 
-@pytest.mark.parametrize("name", FIGURES)
 def test_the_committed_figure_is_what_is_drawn(name):
     assert path(name).read_text("utf-8") == FIGURES[name](), "run python -m docs.figures"
 
 
-@pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_is_well_formed_has_text_and_is_described(name):
     figure = ElementTree.fromstring(path(name).read_text("utf-8"))
     assert len(figure.findall(TEXT)) > 5
     assert len(figure.get("aria-label")) > 40
 
 
-@pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_stands_on_the_page_of_its_name(name):
     shown = rf"^!\[.+\]\(\.\./_static/figures/{name}\.svg\)$"
     pages = [ROOT / "docs" / folder / f"{name}.md" for folder in ("concepts", "howto")]
