@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex import amp
-from tests.support.loops import in_a_thread, prepared, scaled_backward
+from tests.support.loops import every, in_a_thread, prepared, scaled_backward
 
 LOW = {"O1": torch.float16, "O4": torch.bfloat16}
 
@@ -37,8 +37,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
-@pytest.mark.parametrize("levels", [("O1", "O4", "O1"), ("O4", "O1", "O1"), ("O4", "O4", "O1")])
+@every(first=[0, 1, 2], levels=[("O1", "O4", "O1"), ("O4", "O1", "O1"), ("O4", "O4", "O1")])
 def test_the_newest_live_session_s_casts_are_on(levels, first):
     sessions = [session(level) for level in levels]
     names = [*levels]
@@ -52,9 +51,7 @@ def test_the_newest_live_session_s_casts_are_on(levels, first):
 NEXT = [lambda held: held[0](torch.ones(1, 2)), lambda held: amp.restore(*held)]
 
 
-@pytest.mark.parametrize("then", NEXT)
-@pytest.mark.parametrize("ended", ["in a block", "in a thread"])
-@pytest.mark.parametrize("level", ["O0", "O5"])
+@every(then=NEXT, ended=["in a block", "in a thread"], level=["O0", "O5"])
 def test_casts_that_ended_elsewhere_go_at_the_next_call_of_any_model(level, ended, then):
     first, other = session("O1"), session(level)
     if ended == "in a block":

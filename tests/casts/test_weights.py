@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from apex import amp
 from tests.support import ranks
 from tests.support.features import TORCH_VERSION
-from tests.support.loops import Body, at_levels, grads, in_a_thread, prepared, same
+from tests.support.loops import Body, at_levels, every, grads, in_a_thread, prepared, same
 
 LOW = {"O1": torch.float16, "O4": torch.bfloat16}
 level = at_levels(*LOW)
@@ -325,8 +325,7 @@ def all_same(outputs, layer, dtypes):
     return same([*outputs], wanted)
 
 
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-@pytest.mark.parametrize("level", LOW)
+@every(mode=[torch.enable_grad, torch.no_grad], level=LOW)
 def test_two_sessions_cast_a_shared_weight_to_their_own_dtypes(level, mode):
     """Also where the forward pass of one is inside the other's, or in a block of the script."""
     layer = nn.Linear(4, 4)
@@ -374,8 +373,7 @@ def as_views(model):
     nn.utils.vector_to_parameters(vector, params)
 
 
-@pytest.mark.parametrize("level", LOW)
-@pytest.mark.parametrize("change", [with_subclass, with_sparse, as_views])
+@every(level=LOW, change=[with_subclass, with_sparse, as_views])
 def test_a_write_is_seen_whatever_the_weights_are(change, level):
     def scenario(model, optimizer):
         change(model)
@@ -601,8 +599,7 @@ def growth(work):
     return sum(event.nbytes() for event in events if event.name() == "[memory]")
 
 
-@pytest.mark.parametrize("ways", ["initialize", "init"])
-@pytest.mark.parametrize("end", ["backward", "step", "no grad", "restore"])
+@every(ways=["initialize", "init"], end=["backward", "step", "no grad", "restore"])
 def test_what_ends_casts_frees_them(end, ways):
     """Each weight has 2 KiB, and its cast 1 KiB."""
     model = nn.Sequential(nn.Linear(32, 16), nn.GRUCell(16, 16))

@@ -8,7 +8,6 @@ from torch import nn
 from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 
-from apex import amp
 from tests.support import loops
 
 EMA = swa_utils.get_ema_multi_avg_fn(0.75)
@@ -28,8 +27,7 @@ def pair_at(level):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
     model[3].bias.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    return loops.prepared(level, model=model)
 
 
 def exact(model):

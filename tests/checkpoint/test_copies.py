@@ -134,8 +134,7 @@ def test_a_copy_is_gone_with_its_last_reference(duplicate):
         gc.enable()
 
 
-@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
-@pytest.mark.parametrize("level", ["O1", "O3", "O5"])
+@loops.every(order=[*itertools.permutations(range(3))], level=["O1", "O3", "O5"])
 def test_model_part_and_optimizer_stay_connected_in_any_order(level, way, order):
     model, optimizer = pair_trained(level)
     things = (model, model.inner, optimizer)

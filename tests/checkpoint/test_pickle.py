@@ -98,8 +98,7 @@ class Reducing(nn.Linear):
         return type(self), (self.in_features, self.out_features), {"note": 3}
 
 
-@pytest.mark.parametrize("protocol", [0, 5])
-@pytest.mark.parametrize("make", [Nested, Reducing])
+@loops.every(protocol=[0, 5], make=[Nested, Reducing])
 def test_a_plain_file_honours_the_class_s_own_way(make, protocol):
     model = amp.initialize(make(3, 2), opt_level="O4", verbosity=0)
     file = pickle.dumps(model, protocol)

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from apex import amp
 from tests.clients.classes import LEVELS, labelled_rows
 from tests.clients.libraries import need, of_its_time
-from tests.support.loops import values
+from tests.support.loops import every, values
 
 data_parallel = need("fairscale.experimental.nn.data_parallel")
 
@@ -61,8 +61,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("level", LEVELS)
+@every(way=WAYS, level=LEVELS)
 def test_slowmo_trains_as_in_fp32(on_two_ranks, level, way):
     options = {"localsgd_frequency": 2, "slowmo_frequency": 4, "slowmo_num_shards": 2, **WAYS[way]}
     trained = on_two_ranks(train_rank, level, options)

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from apex import amp
 from tests.clients.classes import EXACT, LEVELS, adam, labelled_rows, layers
 from tests.clients.libraries import need
-from tests.support.loops import masters, scaled_backward
+from tests.support.loops import every, masters, scaled_backward
 
 engine = need("ignite.engine")
 
@@ -31,8 +31,7 @@ def trained_by_hand(level, data, accumulate):
     return masters(optimizer)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("level", LEVELS)
+@every(accumulate=[1, 2], level=LEVELS)
 def test_ignite_trains_as_the_three_lines_do(level, accumulate):
     data = [labelled_rows(seed) for seed in range(4)]
     model, optimizer = prepared_layers(level)

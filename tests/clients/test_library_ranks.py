@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from apex import amp
 from tests.clients.classes import labelled_rows
 from tests.clients.libraries import declare_torchvision_operators
-from tests.support.loops import MIXED, same, sgd, values
+from tests.support.loops import MIXED, prepared, same, sgd, values
 
 pytestmark = [pytest.mark.clients, pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 
@@ -26,8 +26,7 @@ class Classifier(nn.Sequential):
 def initialized(level):
     torch.manual_seed(0)
     model = Classifier(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
-    optimizer = sgd(model.parameters(), momentum=0.9)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    return prepared(level, lambda p: sgd(p, momentum=0.9), model)
 
 
 def by_accelerate(model, optimizer):

@@ -214,8 +214,7 @@ def eager():
         yield
 
 
-@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
-@pytest.mark.parametrize("library", LIBRARIES)
+@loops.every(level=["O2", "O4", "O5"], library=LIBRARIES)
 def test_it_trains_as_by_hand(library, level):
     wrong = {}
     for name, kind in inspect.getmembers(need(library), inspect.isclass):
@@ -232,8 +231,7 @@ def test_it_trains_as_by_hand(library, level):
     assert not wrong
 
 
-@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
-@pytest.mark.parametrize("by", ["module", "id"])
+@loops.every(level=["O2", "O4", "O5"], by=["module", "id"])
 def test_bitsandbytes_finds_options_of_a_parameter(by, level):
     """Which it looks up by module and attribute, or by id: after ``restore``, too."""
     optim, modules = need("bitsandbytes.optim"), need("bitsandbytes.nn")
@@ -243,8 +241,7 @@ def test_bitsandbytes_finds_options_of_a_parameter(by, level):
     model = nn.Sequential(kind(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     if by == "id":
         table.override_config(model[0].weight, "optim_bits", 32)
-    optimizer = optim.Adam8bit(model.parameters(), lr=1e-3)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    _, optimizer = loops.prepared(level, lambda p: optim.Adam8bit(p, lr=1e-3), model)
     for _ in ("prepared", "restored"):
         optimizer.state.clear()
         optimizer.initialized = False

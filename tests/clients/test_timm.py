@@ -5,9 +5,8 @@ import torch
 from torch.nn.utils import get_total_norm
 from torch.testing import assert_close
 
-from apex import amp
 from tests.clients.libraries import need
-from tests.support.loops import descend, masters
+from tests.support.loops import descend, masters, prepared
 
 timm = need("timm")
 need("timm.layers")  # not in 0.4, which test_timm_of_2021.py runs
@@ -20,8 +19,7 @@ def prepared_vit(level, **options):
     torch.manual_seed(0)
     sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 1, "num_classes": 2}
     model = timm.create_model("vit_tiny_patch16_224", **sizes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    return prepared(level, lambda p: torch.optim.SGD(p, lr=1.0), model, **options)
 
 
 def loss_of(model):

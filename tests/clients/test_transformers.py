@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from apex import amp, normalization
 from tests.clients.classes import LEVELS
 from tests.clients.libraries import need
-from tests.support.loops import at_levels, descend
+from tests.support.loops import at_levels, descend, prepared
 
 need("transformers")
 need("transformers.models.t5.modeling_t5")
@@ -114,8 +114,7 @@ def train_llama(model, optimizer, run=None):
 
 
 def prepare_model(level, model):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return amp.initialize(model, optimizer, opt_level=level, loss_scale=2.0**7, verbosity=0)
+    return prepared(level, lambda p: torch.optim.AdamW(p, lr=1e-2), model, loss_scale=2.0**7)
 
 
 @pytest.mark.parametrize(("level", "dtype"), [("O2", torch.float16), ("O5", torch.bfloat16)])

@@ -69,8 +69,7 @@ def summed_by(model):
     return lambda x: model(x).sum(1)
 
 
-@pytest.mark.parametrize("calls", [False, True])
-@pytest.mark.parametrize("of", ["torch.compile", "model.compile", "model and loss"])
+@loops.every(calls=[False, True], of=["torch.compile", "model.compile", "model and loss"])
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_masters_that_a_script_writes_reach_compiled_code(level, of, calls):
     """As SAM and Lookahead write them; also with apex's own call."""

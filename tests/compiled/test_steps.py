@@ -57,8 +57,7 @@ def test_compiled_step_breaks_no_oftener_than_autocast_and_grad_scaler():
     assert breaks(lambda x, y: loops.train_step(*ours, x, y)) <= plain_breaks
 
 
-@pytest.mark.parametrize("kind", ["block", "delayed", "plain"])
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+@loops.every(kind=["block", "delayed", "plain"], level=loops.WITH_MASTERS)
 def test_many_passes_add_up_in_fp32(level, kind):
     """In 16 bits, the sum would stand still at its first element."""
     large = 2.0 / torch.finfo(loops.LEVELS[level].compute).eps
@@ -173,8 +172,7 @@ def test_compiled_step_equals_eager_and_skips_overflows(level, name):
 def test_compiled_capturable_step_equals_eager_on_a_gpu(level):
     def parts():
         model = loops.net().cuda()
-        optimizer = ADAMW["capturable Adam"](model.parameters())
-        return amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic")
+        return loops.prepared(level, ADAMW["capturable Adam"], model, loss_scale="dynamic")
 
     (model, optimizer), (reference, plain) = parts(), parts()
     step, _ = cases.compiled(optimizer.step, backend="inductor", fullgraph=False)

@@ -27,8 +27,7 @@ def pair(level="O1", **options):
     return model, optimizer
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("after_skips", [1, 3])
+@loops.every(level=["O1", "O2"], after_skips=[1, 3])
 def test_after_consecutive_skips_the_next_step_is_traced_and_reported_once(log, level, after_skips):
     model, optimizer = pair(level)
     handle = arm(optimizer, after_skips)

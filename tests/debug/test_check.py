@@ -148,8 +148,7 @@ def break_two(model, optimizer):
 EXPECTED = [NonfiniteGradient("first.weight", 6, 0, 24), NonfiniteGradient("last.bias", 0, 2, 2)]
 
 
-@pytest.mark.parametrize("stepped", [False, True])
-@pytest.mark.parametrize("level", loops.LEVELS)
+@loops.every(stepped=[False, True], level=loops.LEVELS)
 def test_nonfinite_gradients_are_named_and_counted(level, stepped):
     model, optimizer = loops.prepared(level, model=loops.Net())
     break_two(model, optimizer)

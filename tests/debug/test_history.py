@@ -55,8 +55,7 @@ def test_the_plot_shows_scales_and_marks_overflows(tmp_path, monkeypatch):
         history.plot()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("tool", [amp.debug.History, amp.debug.arm])
+@loops.every(level=["O1", "O2"], tool=[amp.debug.History, amp.debug.arm])
 def test_no_trace_sees_the_operators_of_a_tool(tool, level):
     model, optimizer = loops.prepared(level)
 

@@ -12,7 +12,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from apex import amp
-from tests.support.loops import batch, live_sessions, overflowing, prepared, train_step
+from tests.support.loops import batch, every, live_sessions, overflowing, prepared, train_step
 
 
 def recorded(model, optimizer):
@@ -45,8 +45,7 @@ def explained(model, optimizer):
     return amp.debug.explain(model, torch.randn(3, 4))
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("tool", [recorded, traced, rounded, disarmed, explained])
+@every(level=["O1", "O2"], tool=[recorded, traced, rounded, disarmed, explained])
 def test_what_a_tool_returns_keeps_nothing_alive(tool, level):
     model, optimizer = prepared(level)
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]

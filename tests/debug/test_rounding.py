@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from apex import amp
 from tests.debug.bodies import Body
 from tests.debug.rounding_cases import HEALTHY, MODES, Shift, Training, runs, sample
+from tests.support.loops import every
 
 
 def traced(model, x):
@@ -25,8 +26,7 @@ def shifted():
     return traced(model, torch.randn(4, 8, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["conv net", "transformer, -inf", "lstm"])
+@every(mode=MODES, name=["conv net", "transformer, -inf", "lstm"])
 def test_the_run_computes_the_same_bits_as_without_the_trace(name, mode):
     """Weights, gradients, buffers, the optimizer's state, losses, and what is drawn next."""
     results = []

@@ -10,6 +10,7 @@ from torch import nn
 from apex import amp
 from tests.debug.bodies import Body
 from tests.debug.rounding_cases import FAULTS, HEALTHY, MODES, Around, Training, mlp, runs, sample
+from tests.support.loops import every
 
 KERNELS = {"aten.mkldnn_rnn_layer_backward"}
 """Healthy operators without a verdict: their workspace is of the kernel in 16 bits."""
@@ -234,8 +235,7 @@ def test_a_row_that_is_masked_as_a_whole_is_no_fault(value):
         assert trace.worst is None, f"{mode}: {trace}"
 
 
-@pytest.mark.parametrize("calls", [1, 60])
-@pytest.mark.parametrize("count", [lambda n: n.add_(1), lambda n: n + 1])
+@every(calls=[1, 60], count=[lambda n: n.add_(1), lambda n: n + 1])
 def test_a_counter_that_stands_still_is_named(count, calls):
     with amp.debug.trace_rounding() as trace:
         n = torch.full((), 256.0, dtype=torch.bfloat16)

@@ -16,7 +16,7 @@ from apex.amp import _amp_state
 from apex.optimizers import FusedLAMB
 from apex.parallel.distributed import flat_dist_call
 from tests.distributed.cases import EPS, net, rank_batch, state
-from tests.support.loops import scaled_backward
+from tests.support.loops import every, scaled_backward
 
 pytestmark = pytest.mark.distributed
 
@@ -121,8 +121,7 @@ def in_fp32():
 
 
 # The script means to put the scaler's own flag back, and misspells its name; its descendants do so.
-@pytest.mark.parametrize("put_back", ["_overfloat_buf", "_overflow_buf"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@every(put_back=["_overfloat_buf", "_overflow_buf"], dtype=[torch.float32, torch.float16])
 def test_gradients_averaged_later_train_and_skip_alike(on_two_ranks, level, dtype, put_back):
     (first, skips), (second, others) = on_two_ranks(train_rank, level, dtype, put_back)
     assert skips == others == [step == POISONED for step in range(4)]

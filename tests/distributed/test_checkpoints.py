@@ -105,8 +105,7 @@ def by_name(rank, level, flattens):
     return both, own
 
 
-@pytest.mark.parametrize("flattens", [False, True])
-@pytest.mark.parametrize("level", loops.MIXED)
+@loops.every(flattens=[False, True], level=loops.MIXED)
 def test_state_dicts_of_torch_are_fp32_by_name(on_two_ranks, level, flattens):
     for found, own in on_two_ranks(by_name, level, flattens):
         assert {value.dtype for value in found.values()} == {torch.float32}

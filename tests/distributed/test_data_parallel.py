@@ -194,8 +194,7 @@ def sum_of_many(rank, level, wrapper, kind):
     return [master.grad[0].item() - large for master in amp.master_params(optimizer)]
 
 
-@pytest.mark.parametrize("kind", ["block", "delayed", "plain"])
-@pytest.mark.parametrize("wrapper", ["torch", "torch views", "apex delayed"])
+@loops.every(kind=["block", "delayed", "plain"], wrapper=["torch", "torch views", "apex delayed"])
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_many_passes_of_one_rank_add_up_in_fp32(on_two_ranks, level, wrapper, kind):
     """In 16 bits, the sum would stand still at its first element."""
@@ -255,8 +254,7 @@ def train_after_a_rank_alone(rank, level, alone):
     return cases.state(parallel, optimizer)
 
 
-@pytest.mark.parametrize("alone", ["module", "wrapper"])
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+@loops.every(alone=["module", "wrapper"], level=loops.WITH_MASTERS)
 def test_masters_are_shared_after_a_pass_of_one_rank_alone(on_two_ranks, level, alone):
     first, second = on_two_ranks(train_after_a_rank_alone, level, alone)
     assert first["masters"] == second["masters"]

@@ -19,7 +19,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from apex import amp
 from tests.distributed.cases import rank_batch
 from tests.support.features import shards_on_cpu
-from tests.support.loops import descend, loss_of, net, same, scaled_backward, train_step
+from tests.support.loops import (
+    descend,
+    every,
+    loss_of,
+    net,
+    prepared,
+    same,
+    scaled_backward,
+    train_step,
+)
 
 pytestmark = [pytest.mark.distributed, shards_on_cpu]
 
@@ -150,9 +159,7 @@ def shard_late(rank, level):
     mesh = init_device_mesh("cpu", (2,))
     for parts in (["block"], ["block", ""]):
         for policy in ("fp32", "bf16"):
-            model = Stem()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+            model, optimizer = prepared(level, model=Stem())
             for part in parts:
                 options = MixedPrecisionPolicy(**POLICIES[policy])
                 fully_shard(model.get_submodule(part), mesh=mesh, mp_policy=options)
@@ -299,8 +306,7 @@ def unsent(rank, level, policy, shape, loss_ids):
     return model.weight.grad.full_tensor()
 
 
-@pytest.mark.parametrize("loss_ids", [(0, 1), (0, None), (None, 0), (1, None, 0, 1)])
-@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+@every(loss_ids=[(0, 1), (0, None), (None, 0), (1, None, 0, 1)], shape=[(2,), (2, 1)])
 @pytest.mark.parametrize(("level", "policy"), [("O1", "fp32"), ("O0", "fp16")])
 def test_gradients_that_ranks_have_yet_to_share_have_no_scale(
     on_two_ranks, level, policy, shape, loss_ids

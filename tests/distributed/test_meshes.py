@@ -66,8 +66,7 @@ def trained_on(rank, parallel, level, amps):
     return [param.full_tensor().detach() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-@pytest.mark.parametrize("parallel", PARALLEL)
+@loops.every(level=["O0", "O1", "O4"], parallel=PARALLEL)
 def test_every_mesh_trains_as_without_amp(on_ranks, parallel, level):
     expected = on_ranks(4, trained_on, parallel, level, False)
     found = on_ranks(4, trained_on, parallel, level, True)
@@ -102,8 +101,7 @@ unbinds = pytest.mark.skipif(TORCH_VERSION < (2, 10), reason=LACKS)
 
 
 @averages
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
-@pytest.mark.parametrize("kind", [pytest.param("LAMB", marks=unbinds), "AdamW"])
+@loops.every(shape=[(2,), (2, 2)], kind=[pytest.param("LAMB", marks=unbinds), "AdamW"])
 def test_clips_and_steps_by_norms_are_those_of_the_whole_model(on_ranks, kind, shape):
     ranks = 2 * len(shape)
     for found in on_ranks(ranks, clipped_and_trained, kind, shape):

@@ -167,7 +167,6 @@ def run_program(rank, level, wrapper, seed):
         raise AssertionError(f"seed {seed}: {program.names} {done}") from error
 
 
-@pytest.mark.parametrize("wrapper", ["torch", "torch views"])
-@pytest.mark.parametrize("level", OPTIONS)
+@loops.every(wrapper=["torch", "torch views"], level=OPTIONS)
 def test_random_programs_follow_the_rules(on_two_ranks, level, wrapper):
     on_two_ranks(run_programs, level, wrapper)

@@ -77,8 +77,7 @@ def local_compiled(rank, level, where):
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("where", COMPILED)
-@pytest.mark.parametrize("level", ["O1", "O5"])
+@loops.every(where=COMPILED, level=["O1", "O5"])
 def test_a_block_sends_what_compiled_passes_have_left_under_no_sync(on_two_ranks, level, where):
     first, second = on_two_ranks(local_compiled, level, where)
     assert first == second
@@ -226,8 +225,7 @@ def overflow_under_a_hook(rank, level, hook):
     return skipped, cases.state(model, optimizer)
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("level", loops.DYNAMIC)
+@loops.every(hook=HOOKS, level=loops.DYNAMIC)
 def test_under_a_hook_that_compresses_training_goes_on_after_an_inf(on_two_ranks, level, hook):
     first, second = on_two_ranks(overflow_under_a_hook, level, hook)
     assert first == second

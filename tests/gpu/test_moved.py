@@ -36,8 +36,7 @@ def train_and_move(level, name, moved_before):
     return optimizer, device.waits()
 
 
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+@loops.every(name=MAKERS, level=loops.WITH_MASTERS)
 def test_masters_and_state_move_along(level, name):
     optimizer, _ = train_and_move(level, name, moved_before=4)
     expected = loops.masters(optimizer)

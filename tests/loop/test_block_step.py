@@ -59,8 +59,7 @@ def stepped(name, monkeypatch, *, blocks, net=loops.net, clip=False, passes=1, s
     return loops.masters(optimizer), optimizer.state_dict()["state"]
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("clip", [False, True])
+@loops.every(name=KINDS, clip=[False, True])
 def test_blocks_give_the_bits_of_a_step_over_fp32_gradients(name, clip, counted, monkeypatch):
     by_blocks = stepped(name, monkeypatch, blocks=True, clip=clip)
     assert counted == [4, 4, 4]

@@ -17,8 +17,7 @@ def after_backward(level, name="fused AdamW", **options):
     return model, optimizer
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+@loops.every(norm_type=[2.0, 1.0, float("inf")], level=["O1", "O2", "O3", "O5"])
 def test_it_clips_as_torch_does_the_masters(level, norm_type):
     dtype = {"O3": torch.float16, "O5": torch.bfloat16}.get(level, torch.float32)  # of gradients
     eps = torch.finfo(dtype).eps

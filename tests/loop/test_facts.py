@@ -45,8 +45,7 @@ OPTIMIZERS = {
 # -- gradients from before a pass, and delayed passes ----------------------------------------
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("by_hand", [False, True])
+@loops.every(name=OPTIMIZERS, by_hand=[False, True])
 def test_gradients_cleared_between_delayed_blocks_are_gone(level, name, by_hand):
     """Those from before the first block, too."""
     model, optimizer = made(level, OPTIMIZERS[name])
@@ -60,9 +59,7 @@ def test_gradients_cleared_between_delayed_blocks_are_gone(level, name, by_hand)
     assert gradients(optimizer) == [4.0, 4.0]
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("delayed", [True, False])
-@pytest.mark.parametrize("who", ["optimizer", "sharer", "model"])
+@loops.every(set_to_none=[True, False], delayed=[True, False], who=["optimizer", "sharer", "model"])
 def test_gradients_cleared_inside_a_block_are_gone(level, who, delayed, set_to_none):
     """Two optimizers share the weights; what either clears is gone for both."""
     model = loops.Weights()
@@ -275,8 +272,7 @@ def test_restore_drops_the_gradients_of_an_overflow(level):
     assert weights(model) == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("hook", ["register_step_pre_hook", "register_step_post_hook"])
-@pytest.mark.parametrize("clips", [True, False])
+@loops.every(hook=["register_step_pre_hook", "register_step_post_hook"], clips=[True, False])
 def test_a_step_that_raised_in_a_hook_can_be_tried_again(level, clips, hook):
     """A post-hook runs after the update, which a second step then does again, as torch's does."""
     stepped = []

@@ -195,8 +195,7 @@ CLEARS = {
 }
 
 
-@pytest.mark.parametrize("name", ["SGD", "FusedSGD's zeros", "FusedAdam"])
-@pytest.mark.parametrize("clear", CLEARS)
+@loops.every(name=["SGD", "FusedSGD's zeros", "FusedAdam"], clear=CLEARS)
 @some_levels
 def test_what_is_cleared_is_gone_on_either_side(level, clear, name):
     make_optimizer = {
@@ -300,8 +299,7 @@ def views_of_a_flat_tensor(training):
     return flat
 
 
-@pytest.mark.parametrize("compute", ["block", "plain"])
-@pytest.mark.parametrize("read", ["model", "masters"])
+@loops.every(compute=["block", "plain"], read=["model", "masters"])
 def test_a_gradient_stays_the_tensor_that_a_script_keeps(level, read, compute):
     training = Training(level)
     training.block(*ONE)
@@ -332,8 +330,7 @@ def test_gradients_stay_views_of_a_flat_tensor(level):
 # -- 3: nothing outside a block is scaled ----------------------------------------------------
 
 
-@pytest.mark.parametrize("sessions", [1, 2])
-@pytest.mark.parametrize("stepper", ["prepared", "plain", "none"])
+@loops.every(sessions=[1, 2], stepper=["prepared", "plain", "none"])
 def test_a_block_unscales_whatever_its_pass_reaches(level, stepper, sessions):
     """What the gradients of others are afterwards: the sums of a plain loop."""
     parts = [loops.Weights(), loops.Weights()]
@@ -362,9 +359,7 @@ def test_a_block_unscales_whatever_its_pass_reaches(level, stepper, sessions):
         assert stepped == pytest.approx(1.0 - 0.1 * (total + 1.0), rel=1e-3)
 
 
-@pytest.mark.parametrize("delays", [False, True])
-@pytest.mark.parametrize("loss_id", [0, 1])
-@pytest.mark.parametrize("level", ["O1 dynamic", "O2", "O2 dynamic"])
+@loops.every(delays=[False, True], loss_id=[0, 1], level=["O1 dynamic", "O2", "O2 dynamic"])
 def test_a_block_may_reach_what_a_delayed_one_left_scaled(level, loss_id, delays):
     """An encoder of two heads' losses, each with its own scale; nothing is said."""
     encoder, head = loops.Weights(), loops.Weights()

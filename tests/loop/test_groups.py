@@ -70,8 +70,7 @@ def test_groups_that_are_built_anew_step_the_same_masters(level):
     assert len(loops.masters(optimizer)) == 4
 
 
-@pytest.mark.parametrize("joins", ["group", "unfrozen"])
-@pytest.mark.parametrize("name", ["Adagrad", "SGD"])
+@loops.every(joins=["group", "unfrozen"], name=["Adagrad", "SGD"])
 def test_weights_that_join_later_are_trained_by_fused_optimizers_as_by_torch_s(level, joins, name):
     if (joins, name) == ("group", "Adagrad") and not adagrad_takes_groups:
         pytest.skip("Adagrad of this torch makes no state for a later group")

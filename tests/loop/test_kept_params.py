@@ -42,8 +42,7 @@ def test_optimizers_inside_another_step_masters_and_skip(level):
     assert all(a is b for a, b in zip(optimizer.inner(), model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("arrives", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
+@loops.every(arrives=[torch.float32, torch.bfloat16], level=["O2", "O4", "O5"])
 def test_optimizers_inside_another_continue_from_their_state(level, arrives):
     pairs = []
     for make in (lambda p: Container(p, lambda own: Adam(own, lr=0.01)), loops.OPTIMIZERS["Adam"]):

@@ -264,9 +264,7 @@ def test_a_step_with_gradients_of_a_loss_that_was_only_scaled_is_warned_of(level
     assert [FORGOTTEN in message for message in messages(train)] == [True] * (not clears)
 
 
-@pytest.mark.parametrize("name", ["SGD", "fused AdamW"])
-@pytest.mark.parametrize("with_masters", [True, False])
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+@loops.every(name=["SGD", "fused AdamW"], with_masters=[True, False], level=loops.WITH_MASTERS)
 def test_an_optimizer_of_the_models_own_16_bit_weights_is_warned_of_once(level, with_masters, name):
     """With masters it changes nothing; without, small updates round to nothing."""
     model = loops.net()
@@ -289,8 +287,7 @@ def test_an_optimizer_of_the_models_own_16_bit_weights_is_warned_of_once(level, 
 # -- torch's GradScaler ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["SGD", "fused AdamW"])
-@pytest.mark.parametrize("unscale", [False, True])
+@loops.every(name=["SGD", "fused AdamW"], unscale=[False, True])
 def test_torch_s_grad_scaler_in_place_of_scale_loss_trains_masters_in_silence(name, unscale):
     trained = []
     for loss_scale in (1.0, None):
@@ -330,8 +327,7 @@ def test_torch_s_grad_scaler_around_scale_loss_steps_alike_and_is_warned_of(leve
 FINE_AT_1 = [UNSCALED, LATE_BACKWARD, CLIPPED_INSIDE, WITHOUT_AMP, "step_closure", ZEROED]
 
 
-@pytest.mark.parametrize("level", ["O4", "O5"])
-@pytest.mark.parametrize("lines", FINE_AT_1)
+@loops.every(level=["O4", "O5"], lines=FINE_AT_1)
 def test_the_same_at_a_scale_of_1_is_no_mistake(level, lines):
     run_iterations(lines, loops.prepared(level))
 
@@ -435,9 +431,7 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("before_step", [False, True])
-@pytest.mark.parametrize("name", WRITES)
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+@loops.every(before_step=[False, True], name=WRITES, level=loops.WITH_MASTERS)
 def test_a_write_to_the_model_that_torch_does_not_count_is_warned_of_once(level, name, before_step):
     model, optimizer = loops.prepared(level)
 
@@ -471,8 +465,7 @@ def test_it_is_found_in_large_weights_of_a_deep_model_and_late(first_write):
     assert len(messages(train)) == 1
 
 
-@pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("level", ["O1", "O4", "O5"])
+@loops.every(scaled=[True, False], level=["O1", "O4", "O5"])
 def test_a_step_after_steps_in_hooks_is_no_mistake(level, scaled):
     model, optimizer = loops.prepared(level, loss_scale=1.0)
 

@@ -173,8 +173,7 @@ class Around:
             param.sub_(param.grad, alpha=0.1)
 
 
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("level", loops.MIXED)
+@loops.every(before=[False, True], level=loops.MIXED)
 def test_a_wrapper_by_the_name_of_base_steps_after_its_optimizer(level, before):
     pairs = []
     for rate, wraps in ((0.1, True), (0.2, False)):

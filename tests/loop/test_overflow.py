@@ -33,8 +33,7 @@ def test_clearing_gradients_does_not_take_an_overflow_back(level, clear):
     assert loops.same(before, loops.masters(optimizer))
 
 
-@pytest.mark.parametrize("name", ["SGD", "fused AdamW"])
-@pytest.mark.parametrize("way", ["block", "plain pass", "step alone"])
+@loops.every(name=["SGD", "fused AdamW"], way=["block", "plain pass", "step alone"])
 def test_gradients_that_overflowed_are_stepped_only_after_they_are_cleared(level, way, name):
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name], **DYNAMIC)
     before = loops.masters(optimizer)
@@ -129,8 +128,7 @@ def test_a_closure_is_refused_under_a_dynamic_scale_before_anything_changes(leve
         assert not loops.same(before[0], held(model, optimizer))
 
 
-@pytest.mark.parametrize("overflows_at", [1, 2])
-@pytest.mark.parametrize("base", ["SGD", "fused AdamW"])
+@loops.every(overflows_at=[1, 2], base=["SGD", "fused AdamW"])
 def test_an_overflow_skips_the_step_of_the_optimizer_inside_a_sam(level, base, overflows_at):
     """In the form with two calls, which ``SAM.step`` does not see."""
 
@@ -154,8 +152,7 @@ def test_an_overflow_skips_the_step_of_the_optimizer_inside_a_sam(level, base, o
     assert not loops.same(before[1], loops.masters(optimizer))
 
 
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("name", ["fused AdamW", "SGD"])
+@loops.every(early=[True, False], name=["fused AdamW", "SGD"])
 def test_a_scheduler_neither_warns_nor_bypasses_the_skip(level, name, early):
     model = loops.net()
     optimizer = loops.OPTIMIZERS[name](model.parameters())

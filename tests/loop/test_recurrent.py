@@ -34,8 +34,7 @@ def in_one_piece(model):
     return len({weight.untyped_storage().data_ptr() for weight in model.rnn.parameters()}) == 1
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("level", LEVELS)
+@loops.every(kind=[nn.LSTM, nn.GRU, nn.RNN], level=LEVELS)
 def test_weights_are_in_one_piece_and_train_as_on_the_cpu(level, kind):
     here = tagger(kind)
     there = copy.deepcopy(here).cuda()

@@ -50,9 +50,7 @@ def test_gradients_go_with_it_and_it_can_be_prepared_again(level):
     assert losses[0] > losses[1] > losses[2]
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-@pytest.mark.parametrize("optimizers", [True, False])
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@loops.every(keeps=[True, False], optimizers=[True, False], level=["O2", "O3", "O5"])
 def test_what_was_held_in_fp32_comes_back_to_the_last_bit(level, optimizers, keeps):
     parts = {"trained": nn.Linear(4, 4), "frozen": nn.Linear(4, 4).requires_grad_(False)}
     model = loops.Body(None, **parts, table=nn.Buffer(torch.randn(4, 4)))

@@ -16,8 +16,7 @@ def grads(optimizer):
     return [p.grad.item() for p in amp.master_params(optimizer)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(), (1,)])
+@loops.every(dtype=[torch.float16, torch.bfloat16, torch.float32, torch.float64], shape=[(), (1,)])
 def test_a_loss_of_any_floating_dtype_is_scaled_in_fp32_at_least(dtype, shape):
     model, optimizer = loops.one_weight("O2", loss_scale=8.0)
     loss = loops.slope(model, 3.0).to(dtype).reshape(shape)
@@ -100,8 +99,7 @@ def test_retain_graph_backs_twice_through_one_graph(level):
 # -- casts -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
-@pytest.mark.parametrize("in_thread", [False, True])
+@loops.every(level=["O1", "O4"], in_thread=[False, True])
 def test_inside_the_block_casts_are_those_around_it(level, in_thread):
     low = loops.LEVELS[level].compute
     model, optimizer = loops.prepared(level)

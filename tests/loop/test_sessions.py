@@ -95,13 +95,11 @@ def test_the_level_of_the_last_call_counts_and_it_trains_as_after_restore(level,
     model, twin = loops.net(), loops.net()
     expected = []
     for each in (level, then):
-        optimizer = loops.sgd(twin.parameters())
-        amp.initialize(twin, optimizer, opt_level=each, verbosity=0)
+        _, optimizer = loops.prepared(each, model=twin)
         expected.append(loops.train(twin, optimizer))
         amp.restore(twin, optimizer)
     for each, losses in zip((level, then), expected, strict=True):
-        optimizer = loops.sgd(model.parameters())
-        amp.initialize(model, optimizer, opt_level=each, verbosity=0)
+        _, optimizer = loops.prepared(each, model=model)
         assert loops.train(model, optimizer) == losses
     gc.collect()
     assert len(amp.state_dict()) == 1  # the first optimizer goes with its scale

@@ -22,8 +22,7 @@ def squares(model):
     return model(IDS).float().square().sum()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("passes", [1, 2])
+@loops.every(name=OPTIMIZERS, passes=[1, 2])
 def test_sparse_gradients_train_like_by_hand(level, name, passes):
     model, optimizer = embedding(level, name, loss_scale=8.0)
     weight = nn.Parameter(loops.masters(optimizer)[0])

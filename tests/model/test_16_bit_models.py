@@ -39,8 +39,7 @@ def test_they_get_the_level_s_dtypes_train_and_give_back_the_values_that_arrived
     for make in (lambda dtype: loops.Net().to(dtype), partly, both):
         model, expected = make(dtype), loops.Net()
         before = values(model)
-        optimizer = loops.sgd(model.parameters())
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        _, optimizer = loops.prepared(level, model=model)
         amp.initialize(expected, loops.sgd(expected.parameters()), opt_level=level, verbosity=0)
         found = {name: t.dtype for name, t in model.state_dict(keep_vars=True).items()}
         assert found == {n: t.dtype for n, t in expected.state_dict(keep_vars=True).items()}

@@ -11,7 +11,7 @@ from torch import nn
 from apex import amp
 from tests.model.idioms import IDIOMS
 from tests.model.test_data_parallel import replicate
-from tests.support.loops import at_levels, descend, saved_and_loaded
+from tests.support.loops import at_levels, descend, prepared, saved_and_loaded
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
@@ -143,9 +143,7 @@ USES = {
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_every_use_sees_masters_that_a_script_has_written(level, use):
-    model = Sampler()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = prepared(level, model=Sampler())
     z = torch.ones(1, 2, dtype=model.net.weight.dtype)
     for master in amp.master_params(optimizer):
         master.data.copy_(torch.full_like(master, 2.0))

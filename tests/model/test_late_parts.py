@@ -53,8 +53,7 @@ def narrow(model, optimizer):
         model[2].weight.data = model[2].weight.data[:, :4].clone()
 
 
-@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
-@pytest.mark.parametrize("reads", [False, True])
+@loops.every(level=loops.LEVELS_SHORT, reads=[False, True])
 def test_weights_that_get_data_of_another_shape_train_on(level, reads):
     plain = loops.net()
     reference = loops.sgd(plain.parameters())

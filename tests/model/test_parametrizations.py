@@ -71,8 +71,7 @@ def test_a_layer_wrapped_before_initialize_trains_saves_and_loads_as_in_fp32(lev
     assert close([weight_of(model)], [expected], eps=eps)
 
 
-@pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.orthogonal])
-@pytest.mark.parametrize("level", CASTS_DOWN)
+@loops.every(wrap=[parametrizations.weight_norm, parametrizations.orthogonal], level=CASTS_DOWN)
 def test_parametrizations_may_compute_in_fp32_in_a_16_bit_model(level, wrap):
     plain, _ = trained_plain(wrap)
     expected = weight_of(plain)

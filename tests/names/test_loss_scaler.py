@@ -143,8 +143,7 @@ def in_a_subclass(monkeypatch, update):
 
 
 @pytest.mark.parametrize("update", [apex_update, then_the_original])
-@pytest.mark.parametrize("put", [on_the_class, on_one_object, in_a_subclass])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@loops.every(put=[on_the_class, on_one_object, in_a_subclass], level=["O1", "O2"])
 def test_a_script_may_share_the_overflow_flag_over_ranks(level, put, update, monkeypatch, capsys):
     model, optimizer = loops.one_weight(level, loss_scale="dynamic", verbosity=1)
     put(monkeypatch, update)

@@ -257,8 +257,7 @@ def test_adam_adagrad_and_novograd_step_as_the_optimizers_whatever_the_flag_says
         torch.testing.assert_close(norms, torch.stack(expected[2]), **CLOSE)
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("nvlamb", [False, True])
+@loops.every(weight_decay=[0.0, 0.1], nvlamb=[False, True])
 def test_lamb_steps_as_the_optimizer_in_one_call_and_in_two_stages(weight_decay, nvlamb):
     options = {"kind": FusedLAMB, "weight_decay": weight_decay, "use_nvlamb": nvlamb}
     lists, expected = adam_case(**options)

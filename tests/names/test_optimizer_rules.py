@@ -7,6 +7,7 @@ import fused_adam_cuda
 from apex import optimizers
 from apex.contrib import optimizers as contrib
 from tests.support import fused
+from tests.support.loops import every
 from tests.support.reference import plain_optimizers
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -149,8 +150,7 @@ def test_adam_clips_each_group_by_the_norm_of_unscaled_gradients():
     fused.assert_same(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [contrib.FusedAdam, contrib.FusedSGD])
-@pytest.mark.parametrize("nested", [False, True])
+@every(kind=[contrib.FusedAdam, contrib.FusedSGD], nested=[False, True])
 def test_contrib_steps_take_gradients_scale_and_outputs(kind, nested):
     masters, twins = fused.parameters(), fused.parameters()
     fused.give(masters, fused.gradients(masters, 5))
@@ -168,8 +168,7 @@ def test_contrib_steps_take_gradients_scale_and_outputs(kind, nested):
         kind(masters, lr=0.05).step(grads=fused.gradients(masters, 0)[:2])
 
 
-@pytest.mark.parametrize("mode", [0, 1])
-@pytest.mark.parametrize("correct", [0, 1])
+@every(mode=[0, 1], correct=[0, 1])
 def test_fused_adam_cuda_is_its_plain_loop(mode, correct):
     for dtype in (FP32, BF16):
         p, m, v, g = torch.randn(4, 3, 5).unbind()

@@ -36,8 +36,7 @@ def inputs():
     return torch.randn(STEPS, BATCH, FEATURES)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("kind", TORCHS)
+@loops.every(bias=[True, False], kind=TORCHS)
 def test_networks_are_torchs_with_their_gradients(kind, bias):
     network, x = kind(FEATURES, HIDDEN, 2, bias=bias), inputs()
     module = torchs(kind, network, bias=bias)
@@ -88,8 +87,7 @@ def test_outputs_are_projected():
         assert kind(FEATURES, HIDDEN, 2, output_size=2)(x)[0].shape == (STEPS, BATCH, 2)
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@loops.every(bidirectional=[False, True], kind=KINDS)
 def test_states_of_steps_copies_and_checkpoints(kind, bidirectional):
     network, x = kind(FEATURES, HIDDEN, 2, bidirectional=bidirectional), inputs()
     other, twin = kind(FEATURES, HIDDEN, 2, bidirectional=bidirectional), copy.deepcopy(network)

@@ -14,6 +14,7 @@ from benchmarks.counting import counted_syncs
 from benchmarks.loops import Task, fused_adamw
 from benchmarks.measurement import Goal, Measurement, table, verdict
 from benchmarks.race import Times
+from tests.support.loops import every
 
 
 def small_task():
@@ -48,8 +49,7 @@ def test_device_work_counts_nothing():
     assert not counts
 
 
-@pytest.mark.parametrize("level", memory.BYTES)
-@pytest.mark.parametrize("count", [memory.live_bytes, memory.allocated_bytes])
+@every(level=memory.BYTES, count=[memory.live_bytes, memory.allocated_bytes])
 def test_amp_stores_what_the_level_needs_and_no_more(level, count):
     params = sum(param.numel() for param in small_model().parameters())
     # The batch and some scalars add 0.3 bytes; a hidden copy of anything would add 2 or more.

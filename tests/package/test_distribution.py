@@ -12,6 +12,7 @@ import pytest
 
 import apex
 from apex._core.project import ADDRESS, VERSION
+from tests.support.loops import every
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text("utf-8")
@@ -28,8 +29,7 @@ def test_there_is_one_address():
     assert addresses == {ADDRESS}
 
 
-@pytest.mark.parametrize("version", [None, "2.5.1+cu121"])
-@pytest.mark.parametrize("name", ["apex", "apex.amp", "apex.optimizers"])
+@every(version=[None, "2.5.1+cu121"], name=["apex", "apex.amp", "apex.optimizers"])
 def test_a_missing_or_old_torch_is_one_error_with_the_command(tmp_path, name, version):
     if version is not None:
         info = tmp_path / f"torch-{version}.dist-info"

@@ -20,7 +20,7 @@ from mmengine.optim import ApexOptimWrapper as Theirs  # noqa: E402 - after the 
 
 from apex.integrations.mmengine import ApexOptimWrapper as Ours  # noqa: E402
 from tests.package.mmengine_runs import runner, write_configs  # noqa: E402
-from tests.support.loops import Net, each_of, scaled_backward  # noqa: E402
+from tests.support.loops import Net, each_of, every, scaled_backward  # noqa: E402
 
 EXACT = {"rtol": 0, "atol": 0}
 
@@ -172,8 +172,7 @@ def uninterrupted(kind, level, before, after):
     return checkpoint, (values(wrapper), model.state_dict(), scale(wrapper))
 
 
-@pytest.mark.parametrize("first", [Ours, Theirs])
-@pytest.mark.parametrize("when", ["before the first iteration", "after it"])
+@every(first=[Ours, Theirs], when=["before the first iteration", "after it"])
 def test_training_goes_on_exactly_from_a_checkpoint_of_either_class(first, kind, level, when):
     (weights, state), end = uninterrupted(first, level, range(2), range(2, 4))
     model, wrapper = wrapped(kind, level, model=net(seed=1), loss_scale="dynamic")

@@ -41,6 +41,17 @@ def each_of(*values, ids=None):
     return pytest.fixture(params=values, ids=ids)(lambda request: request.param)
 
 
+def every(**arguments):
+    """Runs a test with every combination of the values of these arguments."""
+
+    def parametrized(test):
+        for name, values in reversed(arguments.items()):
+            test = pytest.mark.parametrize(name, values)(test)
+        return test
+
+    return parametrized
+
+
 def at_levels(*names):
     """The ``level`` of a module: its tests run at these, where they do not say others."""
     return each_of(*names)
