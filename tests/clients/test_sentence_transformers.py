@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from tests.clients.libraries import need, of_its_time
 
 need("sentence_transformers")
+transformers = need("transformers")
 
 from sentence_transformers import (  # noqa: E402 - after the check
     SentencesDataset,
@@ -20,12 +21,6 @@ from sentence_transformers import (  # noqa: E402 - after the check
     models,
 )
 from sentence_transformers.readers import InputExample  # noqa: E402
-from transformers import (  # noqa: E402
-    BertConfig,
-    BertModel,
-    BertTokenizer,
-    PreTrainedTokenizerBase,
-)
 
 pytestmark = of_its_time
 
@@ -42,19 +37,19 @@ PAIRS = [
 @pytest.fixture(autouse=True)
 def batch_axis(monkeypatch):
     """Makes tokenizers add a batch axis, as those of transformers 3.0 did unasked."""
-    of_today = PreTrainedTokenizerBase.prepare_for_model
+    of_today = transformers.PreTrainedTokenizerBase.prepare_for_model
     of_then = functools.partialmethod(of_today, prepend_batch_axis=True)
-    monkeypatch.setattr(PreTrainedTokenizerBase, "prepare_for_model", of_then)
+    monkeypatch.setattr(transformers.PreTrainedTokenizerBase, "prepare_for_model", of_then)
 
 
 @pytest.fixture
 def build(tmp_path):
     """Builds the same sentence encoder each time, from a tiny BERT saved to disk."""
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS]))
-    BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "bert")
+    transformers.BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "bert")
     torch.manual_seed(0)
-    BertModel(
-        BertConfig(
+    transformers.BertModel(
+        transformers.BertConfig(
             vocab_size=10, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
             intermediate_size=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )

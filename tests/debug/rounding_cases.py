@@ -266,9 +266,6 @@ class Training:
         casts = torch.autocast("cpu", torch.bfloat16) if self.mode == "autocast" else nullcontext()
         with casts:
             loss = self.loss(self.model(inputs), targets)
-        if self.mode.startswith("O"):
-            scaled_backward(loss, self.optimizer)
-        else:
-            loss.backward()
+        scaled_backward(loss, self.optimizer) if self.mode.startswith("O") else loss.backward()
         self.optimizer.step()
         return loss.detach()

@@ -52,6 +52,13 @@ def state(model, optimizer):
     }
 
 
+def alike(results):
+    """What all ranks have returned."""
+    first, *others = results
+    assert all(other == first for other in others)
+    return first
+
+
 def joined(step, ranks=2):
     """The batches of all ranks as one."""
     parts = [rank_batch(rank, step) for rank in range(ranks)]

@@ -39,10 +39,7 @@ def trained_on(rank, level, way):
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = loops.loss_of(model, *batch_of(rank, step))
-        if level:
-            loops.scaled_backward(loss, optimizer)
-        else:
-            loss.backward()
+        loops.scaled_backward(loss, optimizer) if level else loss.backward()
         stepped.step()
         if way == "averager":
             averager.average_parameters(params)

@@ -56,8 +56,7 @@ def train_rank(rank, level, wrapper, steps=20, poisoned=None):
 
 @pytest.mark.parametrize(("level", "wrapper"), ALL)
 def test_two_ranks_train_as_one_process_on_the_joined_batch(on_two_ranks, level, wrapper):
-    first, second = on_two_ranks(train_rank, level, wrapper)
-    assert first == second
+    first = cases.alike(on_two_ranks(train_rank, level, wrapper))
     model, optimizer = cases.prepare(level, seed=0)
     loops.train(model, optimizer, data=map(cases.joined, range(20)))
     cases.assert_trained_alike(first, optimizer, level, eps=16)
@@ -80,16 +79,14 @@ def clip_the_model(rank, wrapper, max_norm=2.0**-4):
 
 @pytest.mark.parametrize("wrapper", cases.WRAPPERS)
 def test_clipping_the_model_clips_the_masters_alike_on_all_ranks(on_two_ranks, wrapper):
-    first, second = on_two_ranks(clip_the_model, wrapper)
-    assert first == second
+    first = cases.alike(on_two_ranks(clip_the_model, wrapper))
     torch.testing.assert_close(first[0], [2.0**-4] * 3, rtol=0.02, atol=0.0)
 
 
 @pytest.mark.parametrize(("level", "wrapper"), [("O1", "apex"), *ALL[-4:]])
 def test_an_inf_in_one_rank_skips_and_halves_on_all(on_two_ranks, level, wrapper):
     clean = on_two_ranks(train_rank, level, wrapper, 2)[0]
-    first, second = on_two_ranks(train_rank, level, wrapper, 3, (1, 2))
-    assert first == second
+    first = cases.alike(on_two_ranks(train_rank, level, wrapper, 3, (1, 2)))
     assert first["masters"] == clean["masters"]
     assert first["scales"]["loss_scaler0"] == {"loss_scale": cases.START_SCALE / 2, "unskipped": 0}
 
@@ -130,14 +127,12 @@ def accumulate_alone(level):
 def test_gradients_accumulated_without_sync_are_sent_with_the_last(
     on_two_ranks, level, wrapper, delay
 ):
-    first, second = on_two_ranks(accumulate, level, wrapper, delay)
-    assert first == second
+    first = cases.alike(on_two_ranks(accumulate, level, wrapper, delay))
     cases.assert_trained_alike(first, accumulate_alone(level), level, eps=8)
 
 
 def test_an_inf_without_sync_skips_the_update_on_all(on_two_ranks, level):
-    first, second = on_two_ranks(accumulate, level, "torch", False, (0, 1, 0))
-    assert first == second
+    first = cases.alike(on_two_ranks(accumulate, level, "torch", False, (0, 1, 0)))
     assert first["scales"]["loss_scaler0"] == {"loss_scale": cases.START_SCALE / 2, "unskipped": 1}
 
 
@@ -163,8 +158,7 @@ def train_without_blocks(rank, wrapper, reads):
 @pytest.mark.parametrize("reads", [None, "the last pass", "every pass"])
 def test_passes_without_blocks_train_as_one_process(on_two_ranks, reads):
     """A step, or a clip, leaves fp32 gradients, to which DDP adds nothing."""
-    first, second = on_two_ranks(train_without_blocks, "torch", reads)
-    assert first == second
+    first = cases.alike(on_two_ranks(train_without_blocks, "torch", reads))
     model, optimizer = cases.prepare("O5", seed=0)
     for update in range(3):
         for part in range(2):
@@ -216,8 +210,7 @@ def drop_a_poisoned_part(rank, level):
 
 
 def test_an_overflow_that_was_dropped_before_it_was_sent_moves_no_scale(on_two_ranks, level):
-    first, second = on_two_ranks(drop_a_poisoned_part, level)
-    assert first == second
+    first = cases.alike(on_two_ranks(drop_a_poisoned_part, level))
     assert first["scales"]["loss_scaler0"] == {"loss_scale": cases.START_SCALE, "unskipped": 1}
 
 

@@ -268,10 +268,7 @@ def accumulate(rank, level):
     for step in range(4):
         model.set_requires_gradient_sync(step % 2 == 1)
         loss = loss_of(model, *rank_batch(rank, step))
-        if level:
-            scaled_backward(loss, optimizer)
-        else:
-            loss.backward()
+        scaled_backward(loss, optimizer) if level else loss.backward()
         if step % 2 == 1:
             optimizer.step()
             optimizer.zero_grad()
@@ -299,10 +296,7 @@ def unsent(rank, level, policy, shape, loss_ids):
         )
         defers(index == len(loss_ids))
         loss = model(torch.ones(1, 2)).float().sum()
-        if loss_id is None:
-            loss.backward()
-        else:
-            scaled_backward(loss, optimizer, loss_id=loss_id)
+        loss.backward() if loss_id is None else scaled_backward(loss, optimizer, loss_id=loss_id)
     return model.weight.grad.full_tensor()
 
 

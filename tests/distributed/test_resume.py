@@ -14,10 +14,7 @@ pytestmark = pytest.mark.distributed
 
 def step(model, optimizer, x, y, *, has_block):
     optimizer.zero_grad()
-    if has_block:
-        backward(model, optimizer, x, y)
-    else:
-        loops.loss_of(model, x, y).backward()
+    backward(model, optimizer, x, y) if has_block else loops.loss_of(model, x, y).backward()
     if not isinstance(model, DistributedDataParallel):
         for param in amp.master_params(optimizer):
             dist.all_reduce(param.grad)

@@ -123,10 +123,7 @@ def test_optimizers_may_step_in_the_backward_pass(level, scaled, stepping):
     optimizers = stepping(model)
     initialized(level, model, optimizers)
     for x, y in loops.batches(3):
-        if scaled:
-            loops.backward(model, optimizers, x, y)
-        else:
-            loops.loss_of(model, x, y).backward()
+        loops.backward(model, optimizers, x, y) if scaled else loops.loss_of(model, x, y).backward()
         loop.train_step(x, y)
     assert loops.same(loops.values(model.parameters()), loops.values(loop.model))
 

@@ -17,10 +17,7 @@ def train_tied(model, optimizer, *, scaled=True):
     for _ in range(3):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(ids).float(), targets)
-        if scaled:
-            loops.scaled_backward(loss, optimizer)
-        else:
-            loss.backward()
+        loops.scaled_backward(loss, optimizer) if scaled else loss.backward()
         optimizer.step()
 
 
@@ -56,10 +53,7 @@ def joint_step(models, optimizers, x, y, *, scaled):
     for optimizer in optimizers:
         optimizer.zero_grad()
     loss = sum(loops.loss_of(model, x, y) for model in models)
-    if scaled:
-        loops.scaled_backward(loss, optimizers)
-    else:
-        loss.backward()
+    loops.scaled_backward(loss, optimizers) if scaled else loss.backward()
     for optimizer in optimizers:
         optimizer.step()
 
