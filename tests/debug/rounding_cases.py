@@ -269,3 +269,15 @@ class Training:
         scaled_backward(loss, self.optimizer) if self.mode.startswith("O") else loss.backward()
         self.optimizer.step()
         return loss.detach()
+
+    def traced(self, inputs, targets):
+        """Runs one iteration under a trace of rounding, and returns that."""
+        with amp.debug.trace_rounding(self.model) as trace:
+            self.step(inputs, targets)
+        return trace
+
+
+def traced(model, x):
+    with amp.debug.trace_rounding(model) as trace:
+        model(x).float().sum().backward()
+    return trace

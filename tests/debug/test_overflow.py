@@ -117,8 +117,7 @@ def test_models_are_found_as_they_are_called_and_several_are_distinguished():
 def test_gradients_from_before_the_trace_are_not_data_and_come_last():
     net = nn.Linear(2, 2)
     net.weight.grad = torch.full((2, 2), torch.nan)
-    with trace_overflow(net) as trace:
-        net(torch.ones(1, 2)).sum().backward()
+    trace = trace_of(net)
     assert trace.first.cause == "gradients"
     net.weight.grad = torch.full((2, 2), torch.nan)
     with trace_overflow(net) as trace:

@@ -10,14 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from tests.debug.bodies import Body
-from tests.debug.rounding_cases import HEALTHY, MODES, Shift, Training, runs, sample
+from tests.debug.rounding_cases import HEALTHY, MODES, Shift, Training, runs, sample, traced
 from tests.support.loops import every
-
-
-def traced(model, x):
-    with amp.debug.trace_rounding(model) as trace:
-        model(x).float().sum().backward()
-    return trace
 
 
 def shifted():
@@ -160,6 +154,5 @@ def test_a_trace_that_saw_nothing_in_16_bits_gives_no_verdict():
     with amp.debug.trace_rounding(model) as trace:
         pass
     assert str(trace).startswith("Nothing traced: no operator ran inside.")
-    with amp.debug.trace_rounding(model) as trace:
-        model(torch.ones(2, 4)).sum().backward()
+    trace = traced(model, torch.ones(2, 4))
     assert str(trace).startswith("Nothing to judge: none of ")

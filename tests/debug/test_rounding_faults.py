@@ -9,7 +9,17 @@ from torch import nn
 
 from apex import amp
 from tests.debug.bodies import Body
-from tests.debug.rounding_cases import FAULTS, HEALTHY, MODES, Around, Training, mlp, runs, sample
+from tests.debug.rounding_cases import (
+    FAULTS,
+    HEALTHY,
+    MODES,
+    Around,
+    Training,
+    mlp,
+    runs,
+    sample,
+    traced,
+)
 from tests.support.loops import every
 
 KERNELS = {"aten.mkldnn_rnn_layer_backward"}
@@ -22,8 +32,7 @@ def test_the_planted_operator_is_named(fault):
     for mode in MODES if length < 300 else ("O4", "bf16"):
         torch.manual_seed(0)
         training = Training(Around(faulty()), mode)
-        with amp.debug.trace_rounding(training.model) as trace:
-            training.step(*sample(training.model, length))
+        trace = training.traced(*sample(training.model, length))
         worst = trace.worst
         assert (worst.module, worst.direction) == ("faulty", direction), mode
         assert worst.op in ops.split()
@@ -60,8 +69,7 @@ def test_gradients_that_vanish_by_construction_or_by_chance_are_no_fault(loss):
     for seed, mode in enumerate(MODES * 2):
         torch.manual_seed(seed)
         training = Training(mlp(norm=nn.BatchNorm1d, depth=2), mode, loss)
-        with amp.debug.trace_rounding(training.model) as trace:
-            training.step(*sample(training.model))
+        trace = training.traced(*sample(training.model))
         assert trace.worst is None, str(trace)
 
 
@@ -97,8 +105,7 @@ SHIFTS = [(16.0, "lost"), (1e3, "lost"), (1e6, "skipped"), (1e7, "skipped")]
 def test_a_difference_that_cancels_in_fp32_too_is_not_called_healthy(shift, found):
     body = Body(lambda self, x: (x + shift) - shift)
     model = nn.Sequential(nn.Linear(8, 8), body, nn.Linear(8, 4)).bfloat16()
-    with amp.debug.trace_rounding(model) as trace:
-        model(torch.randn(4, 8, dtype=torch.bfloat16)).float().sum().backward()
+    trace = traced(model, torch.randn(4, 8, dtype=torch.bfloat16))
     assert [(each.module, each.op) for each in getattr(trace, found)] == [("1", "aten.sub")]
     assert len(trace.lost) + len(trace.skipped) == 1
     assert found == "lost" or "fp32 holds hardly a digit" in trace.skipped[0].reason
@@ -151,8 +158,7 @@ def test_a_clamp_by_the_eps_of_16_bits_is_named(argument, found):
 def test_a_loss_of_large_logits_is_named():
     for mode in ("bf16", "O5"):
         training = Training(mlp(), mode, lambda y, z: F.cross_entropy(y.bfloat16() + 500, z))
-        with amp.debug.trace_rounding(training.model) as trace:
-            training.step(*sample(training.model))
+        trace = training.traced(*sample(training.model))
         assert (trace.worst.op, trace.worst.module) == ("aten._log_softmax", "")
         assert not trace.worst.inside
 
@@ -211,8 +217,7 @@ def test_the_residual_of_a_regression_is_no_fault(loss):
             if step < 58:
                 training.step(x, x @ weight)
                 continue
-            with amp.debug.trace_rounding(training.model) as trace:
-                training.step(x, x @ weight)
+            trace = training.traced(x, x @ weight)
             assert trace.worst is None, f"{mode}: {trace}"
 
 
@@ -230,8 +235,7 @@ def test_a_row_that_is_masked_as_a_whole_is_no_fault(value):
         torch.manual_seed(0)
         model = Body(attend, linear=nn.Linear(16, 16))
         training = Training(model, mode, lambda output, _: output.float().square().mean())
-        with amp.debug.trace_rounding(training.model) as trace:
-            training.step(torch.randn(4, 8, 16), None)
+        trace = training.traced(torch.randn(4, 8, 16), None)
         assert trace.worst is None, f"{mode}: {trace}"
 
 

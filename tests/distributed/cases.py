@@ -29,6 +29,11 @@ def prepare(level, seed, **options):
     return initialized(level, net(seed), **options)
 
 
+def wrapped(level, seed, wrapper="torch"):
+    model, optimizer = prepare(level, seed)
+    return WRAPPERS[wrapper](model), optimizer
+
+
 def initialized(level, model, optimizer=None, **options):
     # At the usual scale a rank's part may overflow where the joined batch does not.
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

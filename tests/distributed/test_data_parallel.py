@@ -45,8 +45,7 @@ def average_inside(rank, level):
 
 def train_rank(rank, level, wrapper, steps=20, poisoned=None):
     """Each rank has its own data and, before DDP, its own weights."""
-    model, optimizer = cases.prepare(level, seed=rank)
-    parallel = cases.WRAPPERS[wrapper](model)
+    parallel, optimizer = cases.wrapped(level, rank, wrapper)
     batches = [cases.rank_batch(rank, step) for step in range(steps)]
     if poisoned is not None and poisoned[0] == rank:
         batches[poisoned[1]][0][0, 0] = float("inf")
@@ -64,8 +63,7 @@ def test_two_ranks_train_as_one_process_on_the_joined_batch(on_two_ranks, level,
 
 def clip_the_model(rank, wrapper, max_norm=2.0**-4):
     """Clips the gradients of the model, twice as they are rebuilt into buckets."""
-    model, optimizer = cases.prepare("O5", seed=rank)
-    parallel = cases.WRAPPERS[wrapper](model)
+    parallel, optimizer = cases.wrapped("O5", rank, wrapper)
     norms = []
     for step in range(3):
         optimizer.zero_grad()
@@ -96,8 +94,7 @@ def test_an_inf_in_one_rank_skips_and_halves_on_all(on_two_ranks, level, wrapper
 
 def accumulate(rank, level, wrapper, delay, poisoned=None):
     """Three updates of three passes each; only the last pass of an update communicates."""
-    model, optimizer = cases.prepare(level, seed=rank)
-    parallel = cases.WRAPPERS[wrapper](model)
+    parallel, optimizer = cases.wrapped(level, rank, wrapper)
     for update in range(3):
         for part in range(3):
             last = part == 2
@@ -138,8 +135,7 @@ def test_an_inf_without_sync_skips_the_update_on_all(on_two_ranks, level):
 
 def train_without_blocks(rank, wrapper, reads):
     """Plain passes, two an update; gradients are cleared after the forward pass."""
-    model, optimizer = cases.prepare("O5", seed=rank)
-    parallel = cases.WRAPPERS[wrapper](model)
+    parallel, optimizer = cases.wrapped("O5", rank, wrapper)
     for update in range(3):
         for part in range(2):
             with parallel.no_sync() if part == 0 else contextlib.nullcontext():
@@ -196,8 +192,7 @@ def test_many_passes_of_one_rank_add_up_in_fp32(on_two_ranks, level, wrapper, ki
 
 
 def drop_a_poisoned_part(rank, level):
-    model, optimizer = cases.prepare(level, seed=rank)
-    parallel = DistributedDataParallel(model)
+    parallel, optimizer = cases.wrapped(level, rank)
     x, y = cases.rank_batch(rank, 0)
     if rank == 0:
         x[0, 0] = float("inf")

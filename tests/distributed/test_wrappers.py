@@ -212,8 +212,7 @@ HOOKS = {
 
 
 def overflow_under_a_hook(rank, level, hook):
-    model, optimizer = cases.prepare(level, seed=rank)
-    parallel = DistributedDataParallel(model)
+    parallel, optimizer = cases.wrapped(level, rank)
     HOOKS[hook](parallel)
     skipped = []
     for step in range(4):
@@ -222,7 +221,7 @@ def overflow_under_a_hook(rank, level, hook):
             x[0, 0] = torch.inf
         loops.train_step(parallel, optimizer, x, y)
         skipped.append(bool(amp.step_was_skipped(optimizer)))
-    return skipped, cases.state(model, optimizer)
+    return skipped, cases.state(parallel, optimizer)
 
 
 @loops.every(hook=HOOKS, level=loops.DYNAMIC)

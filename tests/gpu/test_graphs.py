@@ -24,11 +24,16 @@ def test_replays_train_as_eager_iterations_do(captured, level):
         assert difference_of_replays(level, captured, max_norm=max_norm) <= 2e-8
 
 
+def warmed_up(level, make_optimizer, **options):
+    """A model, its optimizer and a batch, after one step."""
+    pair = loops.prepared(level, make_optimizer, loops.net().cuda(), **options)
+    data = [tensor.cuda() for tensor in loops.batch()]
+    loops.train_step(*pair, *data)
+    return *pair, *data
+
+
 def captured_pass(level, make_optimizer):
-    model = loops.net().cuda()
-    model, optimizer = loops.prepared(level, make_optimizer, model, loss_scale="dynamic")
-    x, y = (tensor.cuda() for tensor in loops.batch())
-    loops.train_step(model, optimizer, x, y)
+    model, optimizer, x, y = warmed_up(level, make_optimizer, loss_scale="dynamic")
     optimizer.zero_grad()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -58,9 +63,7 @@ ASKING = [
 
 @pytest.mark.parametrize(("level", "make_optimizer", "message"), ASKING)
 def test_a_step_that_asks_the_host_is_refused_under_capture(level, make_optimizer, message):
-    model, optimizer = loops.prepared(level, make_optimizer, loops.net().cuda())
-    x, y = (tensor.cuda() for tensor in loops.batch())
-    loops.train_step(model, optimizer, x, y)
+    model, optimizer, x, y = warmed_up(level, make_optimizer)
     loops.backward(model, optimizer, x, y)
     graph = torch.cuda.graph(torch.cuda.CUDAGraph())
     with pytest.raises(RuntimeError, match=message), graph:
@@ -71,9 +74,7 @@ def test_fused_adam_steps_in_a_graph_as_eagerly(level):
     weights = []
     for captured in (True, False):
         make_optimizer = functools.partial(FusedAdam, lr=1e-2, capturable=True)
-        model, optimizer = loops.prepared(level, make_optimizer, loops.net().cuda())
-        x, y = (tensor.cuda() for tensor in loops.batch())
-        loops.train_step(model, optimizer, x, y)
+        model, optimizer, x, y = warmed_up(level, make_optimizer)
         step = functools.partial(loops.train_step, model, optimizer, x, y)
         if captured:
             graph = torch.cuda.CUDAGraph()
@@ -106,9 +107,7 @@ def test_the_page_about_graphs_runs_as_written():
 
 
 def test_a_captured_block_whose_gradients_stay_scaled_is_an_error():
-    model, optimizer = loops.prepared("O2", loops.fused_adamw_of, loops.net().cuda())
-    x, y = (tensor.cuda() for tensor in loops.batch())
-    loops.train_step(model, optimizer, x, y)
+    model, optimizer, x, y = warmed_up("O2", loops.fused_adamw_of)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         loops.backward(model, optimizer, x, y, delay_unscale=True)
     with pytest.raises(RuntimeError, match="not the last block of the step"):

@@ -38,8 +38,7 @@ def test_batch_norm_parameters_are_their_own_masters(level):
 
 @pytest.mark.parametrize("write", ["copy_", "data.copy_", "data", "foreach"])
 def test_what_is_written_into_masters_reaches_the_model(level, write):
-    model, optimizer = loops.prepared(level)
-    loops.train_step(model, optimizer, *loops.batch())
+    model, optimizer = loops.trained(level, steps=1)
     params = [*model.parameters()]
     new = [torch.full_like(p, 1 / 3) for p in amp.master_params(optimizer)]
     if write == "foreach":
@@ -66,8 +65,7 @@ def test_a_master_refuses_data_of_another_dtype(level):
 
 @pytest.mark.parametrize("write", ["copy_", "data"])
 def test_written_weights_reach_the_masters_where_they_differ(level, write):
-    model, optimizer = loops.prepared(level)
-    loops.train_step(model, optimizer, *loops.batch())
+    model, optimizer = loops.trained(level, steps=1)
     before = loops.masters(optimizer)
     new = loops.values(model.parameters())
     for value in new:
@@ -352,8 +350,7 @@ def test_a_weight_with_gaps_in_memory_trains_as_one_without(level):
         wide = torch.zeros(8, 8)
         wide[:, ::2] = model[0].weight.detach()
         model[0].weight.data = wide[:, ::2] if gaps else wide[:, ::2].clone()
-        model, optimizer = loops.prepared(level, loops.fused_adamw_of, model)
-        loops.train(model, optimizer)
+        model, optimizer = loops.trained(level, loops.fused_adamw_of, model, steps=3)
         results.append(loops.masters(optimizer))
     assert loops.same(*results)
 

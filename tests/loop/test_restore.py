@@ -38,8 +38,7 @@ def test_the_same_objects_come_back_plain(level):
 
 
 def test_gradients_go_with_it_and_it_can_be_prepared_again(level):
-    model, optimizer = loops.prepared(level)
-    loops.train_step(model, optimizer, *loops.batch())
+    model, optimizer = loops.trained(level, steps=1)
     loops.backward(model, optimizer, *loops.batch())
     grads = loops.grads(amp.master_params(optimizer))
     amp.restore(model, optimizer)

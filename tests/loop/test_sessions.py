@@ -113,8 +113,7 @@ def test_the_level_of_the_last_call_counts_and_it_trains_as_after_restore(level,
 
 @casting
 def test_a_model_prepared_without_an_optimizer_between_steps_trains_on(level):
-    model, optimizer = loops.prepared(level)
-    loops.train(model, optimizer)
+    model, optimizer = loops.trained(level, steps=3)
     model = amp.initialize(model, opt_level=level, verbosity=0)
     before = [param.detach().clone() for param in model.parameters()]
     loops.train(model, optimizer)

@@ -38,8 +38,7 @@ def grows(act, times):
 
 
 def cycle(level, *, restores):
-    model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"])
-    loops.train(model, optimizer, 2)
+    model, optimizer = loops.trained(level, loops.OPTIMIZERS["Adam"])
     if restores:
         amp.restore(model, optimizer)
 

@@ -56,12 +56,6 @@ def test_buffers_that_lose_distinct_values_are_named_with_the_line(caplog, level
         assert not messages(caplog)
 
 
-@pytest.mark.parametrize("table", [torch.arange(256.0), torch.ones(9000), torch.arange(4096)])
-def test_buffers_that_lose_none_are_not_named(caplog, table):
-    converted(nn.Sequential(positions(table)))
-    assert not messages(caplog)
-
-
 @pytest.mark.parametrize("persistent", [False, True])
 def test_frequencies_of_rotary_embeddings_stay_in_fp32(level, persistent):
     model = nn.Module()
@@ -86,16 +80,19 @@ def test_other_names_can_be_added_and_unknown_ones_are_refused():
     assert type(model) is nn.Sequential
 
 
-ORDERLESS = {
+NOT_NAMED = {
+    "exact": torch.arange(256.0),
+    "of one value": torch.ones(9000),
+    "integers": torch.arange(4096),
     "sine": torch.arange(2048.0)[:, None].mul(torch.tensor([1.0, 0.1])).sin(),
     "window": torch.hann_window(4096),
     "noise": torch.linspace(0, 99, 4096).sin().mul(1e4).frac(),
 }
 
 
-@pytest.mark.parametrize("name", ORDERLESS)
-def test_tables_without_an_order_are_not_named(caplog, level, name):
-    converted(nn.Sequential(positions(ORDERLESS[name])), level)
+@pytest.mark.parametrize("name", NOT_NAMED)
+def test_tables_that_lose_nothing_or_have_no_order_are_not_named(caplog, level, name):
+    converted(nn.Sequential(positions(NOT_NAMED[name])), level)
     assert not messages(caplog)
 
 

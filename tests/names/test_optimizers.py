@@ -256,10 +256,9 @@ class OwnStep(optimizers.FusedAdam):
 
 
 def test_a_subclass_may_step_by_the_functions_of_its_class():
-    params, twins = fused.parameters(), fused.parameters()
-    fused.run(OwnStep(params, weight_decay=0.1), params, 3)
-    fused.run(optimizers.FusedAdam(twins, weight_decay=0.1), twins, 3)
-    fused.assert_same(params, twins, **EXACT)
+    own = fused.stepped(lambda params: OwnStep(params, weight_decay=0.1))
+    plain = fused.stepped(lambda params: optimizers.FusedAdam(params, weight_decay=0.1))
+    fused.assert_same(own, plain, **EXACT)
     held = "FusedSGD sgd, FusedAdagrad adagrad, FusedLAMB l2norm, FusedLAMB lamb, "
     held += "FusedMixedPrecisionLamb lamb, FusedNovoGrad novograd, FusedAdam adam_capturable_master"
     for name, function in map(str.split, held.split(", ")):

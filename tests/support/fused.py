@@ -78,3 +78,10 @@ def snapshot(optimizer):
 def assert_same(left, right, **tolerance):
     for a, b in zip(left, right, strict=True):
         torch.testing.assert_close(a.detach(), b.detach(), **tolerance)
+
+
+def stepped(make_optimizer, steps=3):
+    """Returns parameters after some steps of an optimizer made for them."""
+    params = parameters()
+    run(make_optimizer(params), params, steps)
+    return params
