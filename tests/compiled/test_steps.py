@@ -32,8 +32,7 @@ def test_compiled_step_trains_as_eager_and_skips_overflows(level):
 
 @cases.SAME_GRAPHS
 def test_compiled_step_breaks_no_oftener_than_autocast_and_grad_scaler():
-    model = loops.net()
-    optimizer = loops.OPTIMIZERS["Adam"](model.parameters())
+    model, optimizer = loops.plain_pair(loops.OPTIMIZERS["Adam"])
     scaler = torch.amp.GradScaler("cpu")
 
     def plain(x, y):

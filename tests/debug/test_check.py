@@ -162,8 +162,7 @@ def test_finite_or_cleared_gradients_are_not_listed():
 
 
 def test_why_skipped_names_the_gradients_of_a_plain_loop():
-    model = loops.net()
-    optimizer = loops.sgd(model.parameters())
+    model, optimizer = loops.plain_pair()
     assert why_skipped(optimizer) == []
     (model(loops.batch()[0]).sum() + model[2].bias[0] * torch.inf).backward()
     found = why_skipped(optimizer, model=model)

@@ -7,14 +7,12 @@ from tests.support import loops
 
 
 def plain(level="O2", **options):
-    model = loops.net()
-    optimizer = loops.sgd(model.parameters())
+    model, optimizer = loops.plain_pair()
     return amp.initialize(model, optimizer, opt_level=level, enabled=False, **options)
 
 
 def test_what_was_given_comes_back_unchanged_and_unchecked(capsys):
-    model = loops.net()
-    optimizer = loops.sgd(model.parameters())
+    model, optimizer = loops.plain_pair()
     facts = type(model), type(optimizer), set(vars(model)), set(vars(optimizer))
     assert amp.initialize(model, optimizer, enabled=False) == (model, optimizer)
     assert amp.initialize(model, enabled=False) is model
@@ -28,8 +26,7 @@ def test_what_was_given_comes_back_unchanged_and_unchecked(capsys):
 
 def test_every_call_passes_through_and_it_trains_as_without_amp():
     model, optimizer = plain()
-    other = loops.net()
-    steps = loops.sgd(other.parameters())
+    other, steps = loops.plain_pair()
     for x, y in loops.batches(3):
         loops.train_step(model, optimizer, x, y)
         loops.plain_step(other, steps, x, y)

@@ -177,8 +177,7 @@ def test_a_group_is_frozen_through_its_optimizer(level, freeze):
 @pytest.mark.parametrize("level", ["O5"])  # at O2 a plain backward reaches no master
 def test_a_frozen_parameter_with_a_gradient_is_stepped_as_torch_does(level):
     def trained(prepares):
-        model = loops.net()
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        model, optimizer = loops.plain_pair(lambda p: torch.optim.AdamW(p, fused=True))
         loops.loss_of(model, *loops.batch()).backward()
         optimizer.step()
         model[0].requires_grad_(False)

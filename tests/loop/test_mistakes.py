@@ -412,8 +412,7 @@ class Preconditioner(torch.optim.Optimizer):
 @pytest.mark.parametrize("nested", [False, True])
 def test_optimizers_of_other_weights_or_of_gradients_alone_are_no_mistake(level, nested):
     model, optimizer = loops.prepared(level, loss_scale=1.0)
-    other = loops.net()
-    inner = loops.sgd(other.parameters())
+    other, inner = loops.plain_pair()
     run(WITHOUT_AMP, other, inner, *loops.batch())
     preconditioner = Preconditioner(model.parameters(), inner if nested else None)
     loops.loss_of(model, *loops.batch()).backward()

@@ -44,8 +44,7 @@ class Tables(torch.optim.SGD):
 
 
 def test_tables_by_parameters_and_their_ids_are_carried_over_and_back(level):
-    model = loops.net()
-    optimizer = Tables(model.parameters())
+    model, optimizer = loops.plain_pair(Tables)
     tables = optimizer.excluded, optimizer.queue, optimizer.options.by_id
     amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
     before = loops.masters(optimizer)
@@ -100,8 +99,7 @@ class InHooks(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("level", loops.LEVELS)
 def test_an_optimizer_that_steps_in_hooks_works_where_gradients_and_weights_are_fp32(level):
-    model = loops.net()
-    optimizer = InHooks(model.parameters())
+    model, optimizer = loops.plain_pair(InHooks)
     options = {"opt_level": level, "verbosity": 0}
     if level in ("O1", "O2", "O5"):
         with loops.nothing_changes(model), pytest.raises(RuntimeError, match="opt_level 'O4'"):

@@ -154,8 +154,7 @@ def test_an_overflow_skips_the_step_of_the_optimizer_inside_a_sam(level, base, o
 
 @loops.every(early=[True, False], name=["fused AdamW", "SGD"])
 def test_a_scheduler_neither_warns_nor_bypasses_the_skip(level, name, early):
-    model = loops.net()
-    optimizer = loops.OPTIMIZERS[name](model.parameters())
+    model, optimizer = loops.plain_pair(loops.OPTIMIZERS[name])
 
     def made():
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)

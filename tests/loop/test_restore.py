@@ -17,8 +17,7 @@ def hooks(model):
 
 @pytest.mark.parametrize("level", loops.LEVELS)
 def test_the_same_objects_come_back_plain(level):
-    model = loops.net()
-    optimizer = loops.sgd(model.parameters())
+    model, optimizer = loops.plain_pair()
     exact = loops.values(model.parameters())
     before = set(vars(model)), set(vars(optimizer)), hooks(model)
     params, group = list(model.parameters()), optimizer.param_groups[0]
@@ -67,8 +66,7 @@ def test_what_was_held_in_fp32_comes_back_to_the_last_bit(level, optimizers, kee
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_scheduler_works_on(level, early):
-    model = loops.net()
-    optimizer = loops.sgd(model.parameters())
+    model, optimizer = loops.plain_pair()
 
     def make():
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)

@@ -243,8 +243,7 @@ def test_a_block_inside_another_of_the_same_optimizer_is_refused(level, after_de
 
 
 def test_before_initialize_the_error_shows_the_call():
-    model = loops.net()
-    optimizer = loops.sgd(model.parameters())
+    model, optimizer = loops.plain_pair()
     words = r"before amp\.initialize.*\n.*model, optimizer = amp\.initialize\(model, optimizer, opt"
     for given in (optimizer, []):
         with loops.nothing_changes(model, optimizer), pytest.raises(RuntimeError, match=words):

@@ -25,8 +25,7 @@ def replace_head(model, optimizer):
 
 @pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_a_head_put_on_later_trains_with_its_group_from_its_exact_values(level):
-    plain = loops.net()
-    reference = loops.sgd(plain.parameters())
+    plain, reference = loops.plain_pair()
     train_plain(plain, reference, 1)
     replace_head(plain, reference)
     train_plain(plain, reference, seed=2)
@@ -55,8 +54,7 @@ def narrow(model, optimizer):
 
 @loops.every(level=loops.LEVELS_SHORT, reads=[False, True])
 def test_weights_that_get_data_of_another_shape_train_on(level, reads):
-    plain = loops.net()
-    reference = loops.sgd(plain.parameters())
+    plain, reference = loops.plain_pair()
     train_plain(plain, reference, 1)
     narrow(plain, reference)
     train_plain(plain, reference, seed=2)

@@ -117,6 +117,12 @@ def net(seed=0):
         return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
+def plain_pair(make_optimizer=sgd):
+    """A model and its optimizer as a script makes them, before amp prepares them."""
+    model = net()
+    return model, make_optimizer(model.parameters())
+
+
 def prepared(level, make_optimizer=sgd, model=None, **options):
     """A model (by default ``net()``) and its optimizer, through ``amp.initialize``."""
     model = net() if model is None else model
