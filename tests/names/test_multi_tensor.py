@@ -9,7 +9,7 @@ import amp_C
 import apex_C
 from apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier, multi_tensor_apply
 from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
-from tests.support import fused
+from tests.support import fused, loops
 from tests.support.host_reads import HostReads
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
