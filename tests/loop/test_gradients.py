@@ -256,7 +256,14 @@ class KeepsItsLoss(loops.Weights):
         self.loss = super().forward(**factors)
 
 
-KINDS = [*PASSES, "of one forward", "after all forwards", "kept by the model", "of a part"]
+KINDS = [
+    *PASSES,
+    "plain before blocks",
+    "of one forward",
+    "after all forwards",
+    "kept by the model",
+    "of a part",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -277,7 +284,8 @@ def test_many_small_gradients_add_up_in_fp32(level, kind):
     elif kind == "of one forward":
         losses = itertools.repeat(called(a=1.0, b=1.0), 300)
     for index, loss in enumerate(losses):
-        if kind in ("block", "delayed"):
+        is_block = kind in ("block", "delayed") or (kind == "plain before blocks" and index > 0)
+        if is_block:
             delays = kind == "delayed" and index < 299
             loops.scaled_backward(loss, optimizer, delay_unscale=delays)
         else:
