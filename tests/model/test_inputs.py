@@ -508,10 +508,13 @@ class FlexibleArgs(Timed):
         return super().forward(*args, **kwargs)
 
 
-def test_a_named_input_among_kwargs_is_kept_and_among_args_refused():
+def test_a_named_input_among_kwargs_is_kept_and_among_args_has_a_position():
     model = converted(Flexible(), fp32_modules=["embed"], fp32_inputs=["timestep"])
     times = torch.tensor([998.39])
     model(torch.ones(1, 2), timestep=times)
     assert model.seen[1] is times
     with pytest.raises(ValueError, match="'timestep', which is no argument of the model's forward"):
         converted(FlexibleArgs(), fp32_inputs=["timestep"])
+    model = converted(FlexibleArgs(), fp32_modules=["embed"], fp32_inputs=[1])
+    model(torch.ones(1, 2), times)
+    assert model.seen[1] is times

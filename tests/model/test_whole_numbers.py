@@ -13,9 +13,14 @@ class Takes(nn.Linear):
         return super().forward(x)
 
 
-def said(caplog, *args, level="O5", times=2, **kwargs):
+class TakesAny(nn.Linear):
+    def forward(self, *args):
+        return super().forward(args[0])
+
+
+def said(caplog, *args, level="O5", times=2, takes=Takes, **kwargs):
     options = {"fp32_inputs": kwargs.pop("fp32_inputs")} if "fp32_inputs" in kwargs else {}
-    model = amp.initialize(Takes(4, 4), opt_level=level, verbosity=0, **options)
+    model = amp.initialize(takes(4, 4), opt_level=level, verbosity=0, **options)
     for _ in range(times):
         model(torch.zeros(2, 4), *args, **kwargs)
     return [record.getMessage() for record in caplog.records if record.name == "apex"]
@@ -60,6 +65,13 @@ def test_named_arguments_are_named(caplog):
     (line,) = said(caplog, when=STEPS)
     assert "such as 987" in line
     assert "fp32_inputs=['when']" in line
+
+
+def test_arguments_without_a_name_have_their_position(caplog):
+    (line,) = said(caplog, STEPS, takes=TakesAny)
+    assert "fp32_inputs=[1]" in line
+    caplog.clear()
+    assert said(caplog, STEPS, takes=TakesAny, fp32_inputs=[1]) == []
 
 
 def test_fp16_holds_whole_numbers_up_to_2048(caplog):

@@ -217,10 +217,9 @@ class Session:
         self.spec = None
         self._casts.close()
         region = self.region
-        if isinstance(region, AutocastRegion):
-            for session in self.live:
-                if session.region is region:
-                    session.region = AmbientRegion()
+        for session in self.live:
+            if session.region is region:
+                session.region = AmbientRegion()
 
     # -- what its parts ask ------------------------------------------------------------------
 

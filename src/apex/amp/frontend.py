@@ -73,7 +73,7 @@ def initialize(
     *,
     patch_torch_functions_type: torch.dtype | None = None,
     fp32_modules: Sequence[type[nn.Module] | str] | None = (),
-    fp32_inputs: Sequence[str] | None = (),
+    fp32_inputs: Sequence[str | int] | None = (),
     fp32_buffers: Sequence[str] | None = (),
     growth_interval: int = 2000,
     growth_factor: float = 2.0,
@@ -127,7 +127,7 @@ def initialize(
             converted model, in addition to batch norm (O2, O3, O5); ``None`` for none. They get
             the model's inputs after these were cast to 16 bits, unless ``fp32_inputs`` names them.
         fp32_inputs: Names of arguments of ``forward`` that are not cast (O2, O3, O5), such as
-            ``"timestep"``.
+            ``"timestep"``; of those in ``*args``, positions.
         fp32_buffers: Name patterns of buffers that stay fp32 in a converted model, in addition to
             any named ``inv_freq``. Code that combines them with activations has to cast.
         growth_interval: Clean steps before a dynamic scale grows.

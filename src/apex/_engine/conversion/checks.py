@@ -154,6 +154,8 @@ def _check_inputs(plan: ModelPlan, models: Sequence[nn.Module]) -> None:
     takes_any = Parameter.VAR_KEYWORD in kinds and Parameter.VAR_POSITIONAL not in kinds
     for rule in plan.fp32_inputs:
         is_known = rule in names or (takes_any and isinstance(rule, str))
+        if Parameter.VAR_POSITIONAL in kinds:
+            is_known = is_known or isinstance(rule, int)
         if not is_known:
             _refuse("fp32_inputs", rule, "is no argument of the model's forward", names)
 

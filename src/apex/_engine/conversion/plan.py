@@ -41,7 +41,8 @@ class ModelPlan:
         fp32_modules: Module types and ``fnmatch`` patterns over qualified names. Matching modules
             and their submodules stay and compute in fp32: their inputs are cast to fp32, their
             outputs back to ``param_dtype``. In addition to :data:`FP32_MODULES`.
-        fp32_inputs: Names of arguments of ``forward`` that are not cast.
+        fp32_inputs: Names of arguments of ``forward`` that are not cast; of those in ``*args``,
+            positions.
         fp32_buffers: Patterns over qualified names of buffers that stay in fp32, in addition to
             :data:`FP32_BUFFERS`.
     """
@@ -52,7 +53,7 @@ class ModelPlan:
     cast: Callable[[Any, torch.dtype], Any] | None
     widen_low: bool
     fp32_modules: tuple[type[nn.Module] | str, ...] = ()
-    fp32_inputs: tuple[str, ...] = ()
+    fp32_inputs: tuple[str | int, ...] = ()
     fp32_buffers: tuple[str, ...] = ()
 
     @functools.cached_property

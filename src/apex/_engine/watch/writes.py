@@ -33,6 +33,9 @@ _log = logging.getLogger("apex")
 _AVERAGE = "Average plain = copy.copy(model), the fp32 model that shares the masters."
 """The fix for averages in 16 bits."""
 
+_Arguments = dict[Any, Any]
+"""A call's arguments by name; those in ``*args`` by position."""
+
 _FORWARDS = 256
 """Budget of watched forward passes: one in evaluation costs 1, and one in training costs 16.
 
@@ -119,9 +122,9 @@ class Writes:
         # The topics of the warnings so far.
         self._told = set[str]()
         # By the argument's name: a whole number that 16 bits do not hold.
-        self._whole_numbers = Readback[str]()
+        self._whole_numbers = Readback[str | int]()
         # Arguments on a device are searched in one pass only: a search takes some 20 launches.
-        self._searched = set[str]()
+        self._searched = set[str | int]()
 
     def note_load(self) -> None:
         """Starts anew: tensors that a load writes are neither averages nor counters."""
@@ -239,9 +242,9 @@ class Writes:
     def _check_arguments(
         self,
         model: nn.Module,
-        given: dict[str, Any],
-        cast: dict[str, Any],
-        passed: dict[str, list[Tensor]],
+        given: _Arguments,
+        cast: _Arguments,
+        passed: dict[Any, list[Tensor]],
     ) -> None:
         """Names the arguments that the forward wrote into, and those that lose whole numbers.
 
@@ -277,7 +280,7 @@ class Writes:
                     [name],
                 )
 
-    def _inspect(self, name: str, pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+    def _inspect(self, name: str | int, pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
         """Searches an argument for whole numbers; returns whether a cast tensor was written."""
         is_written = False
         for exact, copy in pairs:
@@ -319,12 +322,12 @@ class Writes:
             _log.warning(text, *args)
 
 
-def _by_name(names: Sequence[str], call: tree.Call) -> dict[str, Any]:
-    """Returns a call's arguments by name; the position is the name of those in ``*args``."""
+def _by_name(names: Sequence[str], call: tree.Call) -> _Arguments:
+    """Returns a call's arguments, with their names from ``names``, as far as they go."""
     args, kwargs = call
-    named = {**kwargs}
+    named: _Arguments = {**kwargs}
     for position, argument in enumerate(args):
-        name = names[position] if position < len(names) else str(position)
+        name = names[position] if position < len(names) else position
         named[name] = argument
     return named
 
