@@ -136,6 +136,19 @@ def test_a_tied_weight_is_saved_once(level):
     assert before["head.weight"].any()
 
 
+def test_a_part_is_saved_as_it_is_now_and_without_its_model():
+    model, _ = with_masters(BufferNet())
+    part = model.last
+    kept = part.state_dict()
+    with torch.no_grad():
+        part.weight.fill_(0.5)
+    assert (part.state_dict()["weight"] == 0.5).all()
+    assert not (kept["weight"] == 0.5).any()
+    del model
+    part.late = nn.Linear(2, 2)
+    assert (part.state_dict()["weight"] == 0.5).all()
+
+
 def test_assign_works_where_parameters_are_not_cast():
     model = converted(BufferNet(), "O4")
     state = random_state(model)

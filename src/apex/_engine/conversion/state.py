@@ -191,7 +191,7 @@ class ModelState:
         They may hold the module's own parameters, as parametrizations do.
         """
         is_known = all(map(_has_hooks, module.children()))
-        if self.plan.casts_down and not is_known and self._model() is not None:
+        if not is_known and self._model() is not None:
             self.attach()
 
     def before_fp32(self, module: nn.Module, args: tree.Args, kwargs: tree.Kwargs) -> tree.Call:
@@ -212,7 +212,7 @@ class ModelState:
                 continue
             # A tied weight is one tensor under all its names in these entries.
             exact = self._saved.get(id(tensor))
-            if exact is None or all(exact is not other for other in entries.values()):
+            if all(exact is not other for other in entries.values()):
                 exact = exact_value(entry, [self.session.masters.exact_value(tensor)])
                 self._saved[id(tensor)] = exact
             entries[prefix + key] = exact
