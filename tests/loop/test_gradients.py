@@ -586,3 +586,21 @@ def test_one_pass_takes_no_memory_of_fp32_without_a_scale(kind):
         training.optimizer.step()
         training.model["f"](a=1.0)  # a forward before zero_grad
         assert all(param.grad.dtype is not torch.float16 for param in training.model.parameters())
+
+
+class TwoOutputs(nn.Sequential):
+    def forward(self, x):
+        first, last = self
+        hidden = first(x)
+        return hidden, last(hidden)
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_a_pass_through_two_outputs_takes_no_memory_of_fp32(is_deleted):
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    model, _ = loops.prepared("O5", model=TwoOutputs(*layers))
+    hidden, output = model(torch.ones(1, 2))
+    if is_deleted:
+        del model
+    (hidden + output).sum().backward()
+    assert {layer.weight.grad.dtype for layer in layers} == {torch.bfloat16}
