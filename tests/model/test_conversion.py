@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from apex.amp import restore
 from tests.model.nets import LOW, BufferNet, converted, dtypes_of, x
+from tests.support.loops import in_a_thread
 
 
 def test_parameters_and_buffers_are_cast_but_batch_norm_and_integers():
@@ -59,6 +60,37 @@ def test_forward_set_on_the_object_later_wins_and_stays():
     assert model(x()).dtype is torch.float32
     restore(model)
     assert model(x()).dtype is torch.float32
+
+
+def test_a_model_prepared_again_runs_the_forward_set_on_the_object():
+    model = nn.Linear(3, 2)
+    original = model.forward
+    model.forward = lambda given: original(given) + 1
+    expected = model(x())
+    for _ in range(2):
+        converted(model, "O0")
+    assert torch.equal(model(x()), expected)
+
+
+def test_a_model_that_cannot_be_prepared_again_stays_as_it_is(monkeypatch):
+    model, other = converted(nn.Linear(3, 2), "O4"), nn.LSTM(3, 3)
+    monkeypatch.setattr(nn.LSTM, "flatten_parameters", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        converted([model, other], "O4")
+    assert in_a_thread(lambda: model(x()).dtype) is LOW
+
+
+def test_a_cast_to_the_models_own_dtype_leaves_what_is_in_fp32():
+    model = converted(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    model.to(LOW)
+    assert dtypes_of(model)["0.weight"] is LOW
+    assert dtypes_of(model)["1.weight"] is dtypes_of(model)["1.running_mean"] is torch.float32
+
+
+def test_16_bit_weights_take_the_memory_format_of_a_move():
+    model = converted(nn.Conv2d(2, 2, 2))
+    model.to(memory_format=torch.channels_last)
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_a_class_put_on_top_later_outlives_restore():

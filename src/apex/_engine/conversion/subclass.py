@@ -185,8 +185,6 @@ class _Method:
 
     def __get__(self, model: Any, cls: type) -> Any:
         function = getattr(self._base, self._name)  # now, as scripts replace methods
-        if model is None:
-            return function
         if torch.compiler.is_dynamo_compiling():  # false in Python that dynamo itself calls
             return functools.partial(function, model)  # dynamo cannot trace MethodType
         if _is_compiling():
