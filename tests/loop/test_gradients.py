@@ -213,6 +213,40 @@ def test_what_is_cleared_is_gone_on_either_side(level, clear, name):
         CLEARS[clear](training)
 
 
+@pytest.mark.filterwarnings("ignore:Gradients were changed")
+@pytest.mark.parametrize("clear", ["optimizer", "optimizer's zeros", "model", "model's zeros"])
+@some_levels
+def test_what_is_cleared_after_the_pass_of_a_block_is_gone_with_what_was_before(level, clear):
+    training = Training(level)
+    training.block(*ONE)
+    with amp.scale_loss(training.loss(*TWO), training.optimizer) as scaled_loss:
+        scaled_loss.backward()
+        CLEARS[clear](training)
+    assert training.grads("model") == [0.0] * 4
+
+
+class ClearsOne(loops.Weights):
+    """Has a ``zero_grad`` of its own, which leaves ``b``."""
+
+    def zero_grad(self):
+        self.a.grad = None
+
+
+@some_levels
+def test_a_zero_grad_of_the_models_own_clears_what_it_clears(level):
+    model = ClearsOne()
+    optimizer = loops.sgd(model.parameters())
+    initialize(model, optimizer, level)
+    loops.scaled_backward(model(a=1.0, b=1.0), optimizer, delay_unscale=True)
+    model.zero_grad()
+    loops.scaled_backward(model(a=2.0, b=2.0), optimizer)
+    assert [param.grad[0].item() for param in model.parameters()] == [2.0, 3.0]
+    with amp.scale_loss(model(a=3.0, b=3.0), optimizer) as scaled_loss:
+        model.zero_grad()
+        scaled_loss.backward()
+    assert model.a.grad[0].item() == 3.0
+
+
 @pytest.mark.parametrize("kept", ["model", "masters"])
 @masters
 def test_zeros_take_no_memory_of_fp32(level, kept):
