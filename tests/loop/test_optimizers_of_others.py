@@ -12,6 +12,7 @@ from apex import amp
 from apex._core.undo import Undo
 from apex.integrations import scales
 from tests.support import loops
+from tests.support.wrapping_optimizers import Lookahead
 
 
 class Options:
@@ -62,17 +63,48 @@ def test_tables_by_parameters_and_their_ids_are_carried_over_and_back(level):
 
 class Takes(torch.optim.SGD):
     def step(self, closure=None, factor=1.0, *, param=None):
-        param.grad *= factor
+        for each in self.param_groups[0]["params"]:
+            if param is None or each is param:
+                each.grad *= factor
         return super().step(closure)
 
 
-def test_what_a_step_takes_is_passed_on_and_a_parameter_as_its_master(level):
-    model, optimizer = loops.prepared(level, lambda params: Takes(params, lr=0.1), loss_scale=1.0)
+class TakesNoClosure(Takes):
+    def step(self, *, factor=1.0):
+        return super().step(None, factor)
+
+
+TAKEN = {
+    "all": (Takes, lambda step, param: step(None, 0.0, param=param), [True] + [False] * 3),
+    "by position": (Takes, lambda step, _: step(None, 0.0), [True] * 4),
+    "by name": (Takes, lambda step, _: step(factor=0.0), [True] * 4),
+    "no closure": (TakesNoClosure, lambda step, _: step(factor=0.0), [True] * 4),
+}
+
+
+@pytest.mark.parametrize(("own_class", "call", "stays"), TAKEN.values(), ids=TAKEN)
+def test_what_a_step_takes_is_passed_on_and_a_parameter_as_its_master(
+    level, own_class, call, stays
+):
+    model, optimizer = loops.prepared(level, lambda p: own_class(p, lr=0.1), loss_scale=1.0)
     before = loops.masters(optimizer)
     loops.backward(model, optimizer, *loops.batch())
-    optimizer.step(None, 0.0, param=model[0].weight)
+    call(optimizer.step, model[0].weight)
     after = loops.masters(optimizer)
-    assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [True] + [False] * 3
+    assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == stays
+
+
+@pytest.mark.parametrize("make", [loops.sgd, lambda p: Lookahead(loops.sgd(p))])
+def test_a_step_set_on_the_object_before_runs_inside_amps(level, make):
+    model = loops.net()
+    optimizer = make(model.parameters())
+    own_step = optimizer.step
+    calls = []
+    optimizer.step = lambda closure=None: calls.append(own_step(closure))
+    amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    for x, y in loops.batches(3, overflow_at={1}):
+        loops.train_step(model, optimizer, x, y)
+    assert len(calls) == 2
 
 
 class InHooks(torch.optim.Optimizer):

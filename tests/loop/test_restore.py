@@ -48,6 +48,16 @@ def test_gradients_go_with_it_and_it_can_be_prepared_again(level):
     assert losses[0] > losses[1] > losses[2]
 
 
+def test_a_step_that_a_script_has_kept_steps_on(level):
+    model, optimizer = loops.prepared(level)
+    step = optimizer.step
+    amp.restore(model, optimizer)
+    before = loops.values(model.parameters())
+    model(loops.batch()[0]).sum().backward()
+    step()
+    assert not loops.same(before, loops.values(model.parameters()))
+
+
 @loops.every(keeps=[True, False], optimizers=[True, False], level=["O2", "O3", "O5"])
 def test_what_was_held_in_fp32_comes_back_to_the_last_bit(level, optimizers, keeps):
     parts = {"trained": nn.Linear(4, 4), "frozen": nn.Linear(4, 4).requires_grad_(False)}

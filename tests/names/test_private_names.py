@@ -226,10 +226,11 @@ def test_private_methods_do_as_in_apex(level):
         optimizer._lazy_init_maybe_master_weights()
         optimizer._amp_lazy_init()
     assert optimizer._amp_stash.lazy_init_called
-    optimizer._prepare_amp_backward()
-    (slope(model, 0.5) * 8.0).backward()
-    optimizer._post_amp_backward(_amp_state.loss_scalers[0])
-    assert [p.grad.item() for p in amp.master_params(optimizer)] == [0.5]
+    for total in (0.5, 1.0):
+        optimizer._prepare_amp_backward()
+        (slope(model, 0.5) * 8.0).backward()
+        optimizer._post_amp_backward(_amp_state.loss_scalers[0])
+        assert [p.grad.item() for p in amp.master_params(optimizer)] == [total]
     with torch.no_grad():
         next(amp.master_params(optimizer)).fill_(0.1)
     optimizer._master_params_to_model_params()

@@ -71,8 +71,7 @@ class AmpOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """The own class's value; GradScaler reads it before it steps or unscales."""
-        if not self._apex_prepared.stepping:
-            self._apex_prepared.note_grad_scaler()
+        self._apex_prepared.note_grad_scaler()
         declared: bool = getattr(super(), _SCALING, False)
         return bool(self.__dict__.get(_SCALING, declared))
 
