@@ -164,6 +164,25 @@ def test_a_write_between_two_forwards_is_seen(write, level):
     compare(scenario, level)
 
 
+@pytest.mark.parametrize("way", ["forward", "product"])
+def test_a_step_of_a_kernel_that_counts_no_writes_is_seen(way, level):
+    def fused(params):
+        return torch.optim.SGD(params, lr=1.0, fused=True)
+
+    def use():
+        return layer(torch.ones(1, 2)) if way == "forward" else torch.ones(1, 128) @ layer.weight
+
+    layer, optimizer = prepared(level, fused, model=nn.Linear(2, 128, bias=False))
+    _awaits_its_backward = use()
+    layer.weight.grad = torch.zeros(128, 2)
+    layer.weight.grad[-1] = 64.0
+    optimizer.step()
+    found = use()
+    with amp.disable_casts():
+        expected = use()
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=0.5)
+
+
 @pytest.mark.parametrize("passes", ["plain", "grad", "retained"])
 def test_an_uncounted_write_after_the_backward_pass_is_seen(passes, level):
     """As in a step that the script writes itself, while it still holds the loss."""

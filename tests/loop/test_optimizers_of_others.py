@@ -105,6 +105,9 @@ def test_a_step_set_on_the_object_before_runs_inside_amps(level, make):
     for x, y in loops.batches(3, overflow_at={1}):
         loops.train_step(model, optimizer, x, y)
     assert len(calls) == 2
+    amp.restore(model, optimizer)
+    loops.plain_step(model, optimizer, *loops.batch())
+    assert len(calls) == 3
 
 
 class InHooks(torch.optim.Optimizer):

@@ -60,12 +60,13 @@ def test_a_closure_is_cast_as_around_the_step_also_after_one_that_raises(level, 
 
 def test_a_step_beside_amp_computes_in_fp32_and_its_closure_has_casts(level, low):
     _held = loops.prepared(level)
-    for arguments in ({}, {"closure": product}):
+    for arguments in ({}, {"closure": None}, {"closure": product}):
         optimizer = Multiplies()
-        assert optimizer.step(**arguments) is (low if arguments else None)
+        assert optimizer.step(**arguments) is (low if any(arguments.values()) else None)
         assert optimizer.dtypes == [FP32] * 2
         assert product() is low
     assert optimizer.step(product) is low
+    assert optimizer.step(None) is None
 
 
 def test_a_step_inside_another_leaves_the_casts_of_the_outer_one_off():

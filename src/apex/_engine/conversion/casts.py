@@ -114,7 +114,6 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor]) -> None:
     """
     state: ModelState = vars(model)[STATE]
     if state.plan.casts_down:
-        state.session.masters.update_model(model)
         with Undo() as undo:
             for tensor in named_tensors(model).values():
                 if not dtypes.is_low_precision(tensor):
