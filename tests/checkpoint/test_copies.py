@@ -206,13 +206,17 @@ def test_the_deep_copy_of_a_wrapper_is_a_wrapper_of_the_plain_optimizer(level, w
 
 @pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_an_optimizer_alone_is_plain_and_its_state_loads_back(level, way):
-    _model, optimizer = pair_trained(level)
+    model, optimizer = pair_trained(level)
     plain = way(optimizer)
     assert type(plain) is torch.optim.Adam
     expected = copy.deepcopy(optimizer.state_dict())
     assert loops.same(plain.state_dict(), expected)
     optimizer.load_state_dict(plain.state_dict())
     assert loops.same(optimizer.state_dict(), expected)
+    weight = next(model.parameters())
+    step(model, optimizer, loops.batch()[0])  # it is still amp's, and rounds
+    rounded = weight.detach().clone()
+    assert torch.equal(rounded, loops.masters(optimizer)[0].to(weight.dtype))
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
