@@ -213,10 +213,11 @@ def test_an_optimizer_alone_is_plain_and_its_state_loads_back(level, way):
     assert loops.same(plain.state_dict(), expected)
     optimizer.load_state_dict(plain.state_dict())
     assert loops.same(optimizer.state_dict(), expected)
-    weight = next(model.parameters())
+    weights = [*model.parameters()]
     step(model, optimizer, loops.batch()[0])  # it is still amp's, and rounds
-    rounded = weight.detach().clone()
-    assert torch.equal(rounded, loops.masters(optimizer)[0].to(weight.dtype))
+    rounded = loops.values(weights)
+    for weight, master in zip(rounded, loops.masters(optimizer), strict=True):
+        assert torch.equal(weight, master.to(weight.dtype))
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
