@@ -448,6 +448,15 @@ def test_an_overflow_in_what_others_step_skips_their_step_unless_it_is_cleared(l
 
 
 @pytest.mark.parametrize("level", ["O1 dynamic", "O2 dynamic"])
+def test_restore_drops_what_overflowed_in_another_s_block(level):
+    training = Training(level, optimizers=2)
+    training.block(1.0, 1.0, float("inf"), 1.0, of=training.optimizers[0])
+    with pytest.warns(UserWarning, match="between an overflow and the step"):
+        amp.restore(training.model, training.optimizers)
+    assert training.grads() == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("level", ["O1 dynamic", "O2 dynamic"])
 def test_an_overflow_that_no_prepared_optimizer_steps_reaches_no_weight(level):
     part, beside = loops.Weights(), loops.Weights()
     optimizer, _plain = loops.sgd(part.parameters()), loops.sgd(beside.parameters())

@@ -170,6 +170,17 @@ def test_an_optimizer_of_second_order_works_without_masters(level):
     amp.restore(model, optimizer)
 
 
+class Fails(torch.optim.SGD):
+    def step(self, closure=None):
+        raise RuntimeError("an error of its own")
+
+
+def test_an_error_of_a_step_has_its_own_words(level):
+    _model, optimizer = loops.prepared(level, lambda params: Fails(params, lr=0.1))
+    with pytest.raises(RuntimeError, match="^an error of its own$"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("level", loops.MIXED)
 def test_an_optimizer_without_groups_is_taken_where_nothing_is_unscaled(level):
     model, optimizer = loops.net(), MagicMock(spec=torch.optim.Optimizer)
