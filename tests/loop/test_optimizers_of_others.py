@@ -170,6 +170,12 @@ def test_an_optimizer_of_second_order_works_without_masters(level):
     amp.restore(model, optimizer)
 
 
+def test_steps_leave_no_hooks(level):
+    _model, optimizer = loops.trained(level)
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
 class Fails(torch.optim.SGD):
     def step(self, closure=None):
         raise RuntimeError("an error of its own")
