@@ -183,7 +183,7 @@ class Fails(torch.optim.SGD):
 
 def test_an_error_of_a_step_has_its_own_words(level):
     _model, optimizer = loops.prepared(level, lambda params: Fails(params, lr=0.1))
-    with pytest.raises(RuntimeError, match="^an error of its own$"):
+    with pytest.raises(RuntimeError, match=r"^an error of its own$"):
         optimizer.step()
 
 
