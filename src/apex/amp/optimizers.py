@@ -42,9 +42,11 @@ def unwrapped(optimizers: Any) -> list[Optimizer]:
     Raises:
         TypeError: If one is not an optimizer.
     """
-    # isinstance would ask a prepared optimizer for the class that it shows, in each block.
-    are_several = issubclass(type(optimizers), Collection)
-    return [*map(unwrap, optimizers if are_several else [optimizers])]
+    # First, as the other question asks a prepared optimizer for the class that it shows.
+    is_one = getattr(optimizers, "zero_grad", None) is not None
+    if is_one or not isinstance(optimizers, Collection):
+        optimizers = [optimizers]
+    return [*map(unwrap, optimizers)]
 
 
 def _inside(optimizer: Any) -> Optimizer | None:
