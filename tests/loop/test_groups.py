@@ -129,16 +129,18 @@ def test_a_weight_that_moves_to_another_optimizer_is_trained_by_it(level, set_to
 # -- frozen weights --------------------------------------------------------------------------
 
 
-def test_a_frozen_parameter_stays_and_gets_its_master_when_it_is_unfrozen(level):
+@pytest.mark.filterwarnings("ignore:optimizer.step.. got gradients that no amp.scale_loss")
+@pytest.mark.parametrize("step", [loops.train_step, loops.plain_step])
+def test_a_frozen_parameter_stays_and_gets_its_master_when_it_is_unfrozen(level, step):
     model = loops.net()
     model[0].requires_grad_(False)
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"], model)
     before = loops.values(model[0].parameters())
-    loops.train(model, optimizer, 2)
+    step(model, optimizer, *loops.batch())
     assert loops.same(before, loops.values(model[0].parameters()))
     assert optimizer.param_groups[0]["params"][0] is model[0].weight
     model[0].requires_grad_(True)
-    loops.train(model, optimizer, 2)
+    step(model, optimizer, *loops.batch())
     assert not loops.same(before, loops.values(model[0].parameters()))
     assert optimizer.param_groups[0]["params"][0].dtype is torch.float32
 
