@@ -56,6 +56,7 @@ def stepped(name, monkeypatch, *, blocks, net=loops.net, clip=False, passes=1, s
             amp.clip_grad_norm_(optimizer, 0.05)
         optimizer.step()
         assert loops.agree(model, optimizer)
+        assert not optimizer._optimizer_step_pre_hooks
     return loops.masters(optimizer), optimizer.state_dict()["state"]
 
 

@@ -261,3 +261,25 @@ def test_neither_asking_nor_a_wrapper_reads_on_the_host(level):
             outer.zero_grad()
             skipped = amp.step_was_skipped(optimizer)
     assert (reads.count, bool(skipped)) == (0, True)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_uncounted_write_before_a_first_step_that_is_skipped_is_kept(level):
+    model, optimizer = loops.prepared(level, model=loops.Weights("a"), **DYNAMIC)
+    model.a.data.fill_(0.5)
+    for factor in (float("inf"), 1.0):
+        optimizer.zero_grad()
+        loops.scaled_backward(model(a=factor), optimizer)
+        optimizer.step()
+    assert loops.masters(optimizer)[0][0].item() == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_restored_optimizer_steps_whatever_amp_has_skipped(level):
+    model, optimizer = loops.prepared(level, loops.fused_adamw_of, **DYNAMIC)
+    loops.overflow(model, optimizer)
+    optimizer.step()
+    amp.restore(model, optimizer)
+    before = loops.values(model.parameters())
+    loops.plain_step(model, optimizer, *loops.batch())
+    assert not loops.same(before, loops.values(model.parameters()))
