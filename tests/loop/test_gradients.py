@@ -647,3 +647,27 @@ def test_a_pass_through_two_outputs_takes_no_memory_of_fp32(is_deleted):
         del model
     (hidden + output).sum().backward()
     assert {layer.weight.grad.dtype for layer in layers} == {torch.bfloat16}
+
+
+@masters
+def test_a_gradient_after_zeros_and_none_is_the_new_one(level):
+    training = Training(level)
+    training.block(*ONE)
+    training.optimizer.zero_grad(set_to_none=False)
+    training.model.zero_grad()
+    training.plain(*TWO)
+    assert training.grads("groups") == training.grads("model") == [*TWO]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@masters
+def test_a_gradient_with_a_graph_is_differentiated_on_either_side(level):
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = loops.sgd(model.parameters())
+    initialize(model, optimizer, level, loss_scale=1.0)
+    for side in (model.parameters, lambda: amp.master_params(optimizer)):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).float().square().sum().backward(create_graph=True)
+        (param,) = side()
+        (second,) = torch.autograd.grad(param.grad.float().sum(), model.weight)
+        assert second.tolist() == [[4.0, 4.0]]
