@@ -150,13 +150,13 @@ def _check_inputs(plan: ModelPlan, models: Sequence[nn.Module]) -> None:
     kinds = {param.kind for param in params}
     collecting = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)  # ``*args`` and ``**kwargs``
     names = [param.name for param in params if param.kind not in collecting]
-    # Not if it also takes ``*args``, which may contain the argument without its name.
-    takes_any = Parameter.VAR_KEYWORD in kinds and Parameter.VAR_POSITIONAL not in kinds
+    unlisted: tuple[type, ...] = ()
+    if Parameter.VAR_KEYWORD in kinds:
+        unlisted = (str,)
+    if Parameter.VAR_POSITIONAL in kinds:  # which may contain the argument without its name
+        unlisted = (int,)
     for rule in plan.fp32_inputs:
-        is_known = rule in names or (takes_any and isinstance(rule, str))
-        if Parameter.VAR_POSITIONAL in kinds:
-            is_known = is_known or isinstance(rule, int)
-        if not is_known:
+        if rule not in names and not isinstance(rule, unlisted):
             _refuse("fp32_inputs", rule, "is no argument of the model's forward", names)
 
 
