@@ -77,7 +77,7 @@ def test_scalers_can_be_exchanged_and_added():
     amp._amp_state.loss_scalers = [LossScaler(2.0)]  # as in apex, initialize makes others
     model, optimizer = loops.prepared("O2")
     amp._amp_state.loss_scalers[0] = made = LossScaler(4.0)
-    assert amp._amp_state.loss_scalers == [made]
+    assert [*amp._amp_state.loss_scalers] == [made]
     loops.scaled_backward(model[2].weight.float().sum(), optimizer)
     assert loops.scale() == 4.0
     amp._amp_state.loss_scalers = [LossScaler(2.0), *map(LossScaler, ["dynamic", "dynamic"])]
@@ -87,6 +87,11 @@ def test_scalers_can_be_exchanged_and_added():
     assert len(amp.state_dict()) == 3
     amp._amp_state.loss_scalers.append(LossScaler(8.0))
     assert loops.scale(3) == 8.0
+    with pytest.raises(AttributeError):
+        amp._amp_state.loss_scalers[0] = 2.0
+    del amp._amp_state.loss_scalers[1:3]
+    amp._amp_state.loss_scalers.extend([LossScaler(16.0)])
+    assert [loops.scale(index) for index in range(3)] == [2.0, 8.0, 16.0]
 
 
 # -- a flag that scripts set -----------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableSequence
 from typing import Any
 
 from apex._engine.autocast.user_functions import UserRegistry
@@ -16,20 +16,29 @@ from apex.amp.properties import Properties
 from apex.amp.scaler import LossScaler
 
 
-class LossScalers(list[LossScaler]):
-    """The scalers of a session, as apex's objects; items that are set or appended join it."""
+class LossScalers(MutableSequence[LossScaler]):
+    """The scalers of a session, as apex's objects. Changes of the sequence change the session."""
 
     def __init__(self, scalers: list[Scaler]) -> None:
-        super().__init__(map(LossScaler.over, scalers))
         self._scalers = scalers
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        super().__setitem__(index, value)
-        self._scalers[:] = [scaler._scaler for scaler in self]
+    def __len__(self) -> int:
+        return len(self._scalers)
 
-    def append(self, value: LossScaler) -> None:
-        """Adds a scaler."""
-        self[len(self) :] = [value]
+    def __getitem__(self, index: Any) -> Any:
+        return [*map(LossScaler.over, self._scalers)][index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        views = [*self]
+        views[index] = value
+        self._scalers[:] = [view._scaler for view in views]
+
+    def __delitem__(self, index: Any) -> None:
+        del self._scalers[index]
+
+    def insert(self, index: int, value: LossScaler) -> None:
+        """Adds a scaler before the one at an index."""
+        self._scalers.insert(index, value._scaler)
 
 
 class AmpState:
@@ -62,7 +71,8 @@ class AmpState:
         self.max_loss_scale = 2.0**24
         self.functions = UserRegistry()
         self.init_handle: Any = None
-        self._without_session: list[Scaler] = []
+        # A script's own scalers, set while there is no session; it alone uses them.
+        self._own_scalers: list[Scaler] = []
 
     # -- sessions ----------------------------------------------------------------------------
 
@@ -109,9 +119,9 @@ class AmpState:
 
     @property
     def loss_scalers(self) -> LossScalers:
-        """The current session's scalers. Without one, a script's own, which nothing uses."""
+        """The current session's scalers; without a session, the script's own."""
         session = self.current()
-        return LossScalers(self._without_session if session is None else session.scalers)
+        return LossScalers(self._own_scalers if session is None else session.scalers)
 
     @loss_scalers.setter
     def loss_scalers(self, scalers: Iterable[LossScaler]) -> None:
