@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from apex import amp
 from apex._engine.optimizer import block_step
@@ -43,7 +44,21 @@ def counted(monkeypatch):
     return taken
 
 
-def stepped(name, monkeypatch, *, blocks, net=loops.net, clip=False, passes=1, shape=(3, 4)):
+def leave(model):
+    """Changes no gradient."""
+
+
+def replace(model):
+    """Puts gradients in place that blocks cannot take."""
+    weight, bias, other, _ = model.parameters()
+    weight.grad = weight.grad.T.contiguous().T
+    bias.grad = None
+    other.grad = other.grad.clone().requires_grad_()
+
+
+def stepped(
+    name, monkeypatch, *, blocks, net=loops.net, edit=leave, clip=False, passes=1, shape=(3, 4)
+):
     monkeypatch.setattr(block_step, "least_elements", 1 if blocks else 1e9)
     model, optimizer = loops.prepared("O5", KINDS[name], model=net())
     generator = torch.Generator().manual_seed(1)
@@ -52,9 +67,11 @@ def stepped(name, monkeypatch, *, blocks, net=loops.net, clip=False, passes=1, s
         for _ in range(passes):
             x, y = torch.randn(shape, generator=generator), torch.randn(3, 2, generator=generator)
             loops.backward(model, optimizer, x, y)
+        edit(model)
         if clip:
             amp.clip_grad_norm_(optimizer, 0.05)
         optimizer.step()
+        assert _get_current_dispatch_mode() is None
         assert loops.agree(model, optimizer)
         assert not optimizer._optimizer_step_pre_hooks
     return loops.masters(optimizer), optimizer.state_dict()["state"]
@@ -65,6 +82,13 @@ def test_blocks_give_the_bits_of_a_step_over_fp32_gradients(name, clip, counted,
     by_blocks = stepped(name, monkeypatch, blocks=True, clip=clip)
     assert counted == [4, 4, 4]
     assert loops.same(by_blocks, stepped(name, monkeypatch, blocks=False, clip=clip))
+
+
+@loops.every(name=KINDS)
+def test_a_step_takes_gradients_of_any_layout_and_with_a_graph(name, counted, monkeypatch):
+    by_blocks = stepped(name, monkeypatch, blocks=True, edit=replace)
+    assert counted == [1, 1, 1]
+    assert loops.same(by_blocks, stepped(name, monkeypatch, blocks=False, edit=replace))
 
 
 def channels_last_net():

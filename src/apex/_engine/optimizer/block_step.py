@@ -98,10 +98,11 @@ class BlockStep(TorchDispatchMode):
 
     @untraced
     def end(self) -> None:
-        """Ends the step, also after an error."""
+        """Ends the step, also after an error, and shows the real gradients again."""
         self._hook.remove()
         dispatch_modes.exit_mode(self)
-        self._hide(self._pairs)
+        for pair in self._pairs:
+            set_grad(pair.master, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -116,11 +117,6 @@ class BlockStep(TorchDispatchMode):
         if func not in _METADATA:
             args = tree.map_tensors(self._real_gradient, args)
         return func(*args, **kwargs)
-
-    def _hide(self, pairs: Iterable[MasterPair]) -> None:
-        """Shows the real gradients again, for the rest of the step and its hooks."""
-        for pair in pairs:
-            set_grad(pair.master, None)
 
     def _real_gradient(self, tensor: Tensor) -> Any:
         """Returns the fp32 gradient in place of a stand-in, and other tensors as they are."""
@@ -152,7 +148,6 @@ class BlockStep(TorchDispatchMode):
         if pairs:
             lists = [_chosen(tensors, taken) for tensors in args]
             _run_blocks(func, pairs, lists, kwargs)
-            self._hide(pairs)
         return tuple(_chosen(tensors, rest) for tensors in args)
 
 
