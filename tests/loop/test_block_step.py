@@ -114,6 +114,20 @@ def test_a_pre_hook_that_reads_a_gradient_gets_it_in_fp32(counted):
     assert counted == [3]
 
 
+@pytest.mark.parametrize("least", [1, 1e9])
+def test_a_step_of_torchs_grad_scaler_leaves_unscaled_gradients(least, monkeypatch):
+    monkeypatch.setattr(block_step, "least_elements", least)
+    model, optimizer = loops.prepared("O5", loops.fused_adamw_of)
+    x, y = loops.batch()
+    loops.loss_of(model, x, y).backward()
+    before = [param.grad.float() for param in model.parameters()]
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loops.loss_of(model, x, y)).backward()
+    scaler.step(optimizer)
+    assert loops.same(before, loops.grads(model.parameters()))
+
+
 def test_a_failed_step_leaves_the_gradients(counted):
     model, optimizer = loops.prepared("O5", loops.fused_adamw_of)
     loops.backward(model, optimizer, *loops.batch())

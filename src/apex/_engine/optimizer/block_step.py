@@ -83,17 +83,15 @@ class BlockStep(TorchDispatchMode):
 
     @untraced
     def _show_stand_ins(self, *_: object) -> None:
-        """Shows stand-ins for 16-bit gradients until the operator takes them."""
+        """Shows stand-ins for the 16-bit gradients that blocks can take."""
         for pair in self._pairs:
             grad = pair.model.grad
-            if grad is None or grad.dtype is torch.float32:
+            if grad is None or grad.dtype is torch.float32 or grad.requires_grad:
                 continue
-            if grad.requires_grad or not _alike(pair.master, grad, pair.model):
-                masters.widen_grads([pair])
-                continue
-            stand_in = pair.master.detach()
-            set_grad(pair.master, stand_in)
-            self._shown[id(stand_in)] = stand_in, pair
+            if _alike(pair.master, grad, pair.model):
+                stand_in = pair.master.detach()
+                set_grad(pair.master, stand_in)
+                self._shown[id(stand_in)] = stand_in, pair
         self.__enter__()  # type: ignore[no-untyped-call]
 
     @untraced
