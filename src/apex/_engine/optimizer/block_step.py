@@ -107,8 +107,7 @@ class BlockStep(TorchDispatchMode):
     ) -> Any:
         """Runs the fused operators by blocks, and every other one as it is."""
         kwargs = kwargs or {}
-        # With a scale, the kernel writes unscaled gradients back.
-        if dispatch_modes.operands(func) and kwargs.get("grad_scale") is None:
+        if dispatch_modes.operands(func):
             args = self._run_by_blocks(func, args, kwargs)
             if not args[0]:
                 return None
