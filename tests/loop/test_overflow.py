@@ -225,6 +225,21 @@ def test_an_optimizer_that_skips_by_itself_gets_the_flag(level, kind):
         assert list(map(bool, pairs[0][1].flags)) == [False, True, False, False]
 
 
+def partly_fused(params):
+    first, *others = params
+    groups = [{"params": [first]}, {"params": others, "fused": False}]
+    return torch.optim.AdamW(groups, lr=0.1, fused=True)
+
+
+def test_a_group_without_a_fused_kernel_is_skipped_too(level):
+    model, optimizer = loops.prepared(level, partly_fused, **DYNAMIC)
+    before = held(model, optimizer)
+    loops.train_step(model, optimizer, *loops.overflowing())
+    assert loops.same(before, held(model, optimizer))
+    loops.train_step(model, optimizer, *loops.batch())
+    assert not loops.same(before, held(model, optimizer))
+
+
 # -- step_was_skipped ------------------------------------------------------------------------
 
 
