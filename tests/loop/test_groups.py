@@ -142,7 +142,11 @@ def test_a_frozen_parameter_stays_and_gets_its_master_when_it_is_unfrozen(level,
     model[0].requires_grad_(True)
     step(model, optimizer, *loops.batch())
     assert not loops.same(before, loops.values(model[0].parameters()))
-    assert optimizer.param_groups[0]["params"][0].dtype is torch.float32
+    master = optimizer.param_groups[0]["params"][0]
+    assert master.dtype is torch.float32
+    master.data.add_(1.0)
+    model(loops.batch()[0])
+    assert loops.agree(model, optimizer)
 
 
 def by_attribute(params, trains):
