@@ -86,6 +86,22 @@ def test_a_part_that_loads_in_part_keeps_the_masters_of_the_rest(level):
     assert loops.same([weight, *before[1:3], torch.full((2,), 1 / 3)], loops.masters(optimizer))
 
 
+class Fixed(nn.Linear):
+    """Keeps its weights, whatever is loaded."""
+
+    def _load_from_state_dict(self, *_):
+        pass
+
+
+def test_a_module_that_loads_nothing_keeps_its_weights(level):
+    model, optimizer = loops.trained(level, model=nn.Sequential(Fixed(4, 8), nn.Linear(8, 2)))
+    before = loops.values(model[0].parameters())
+    model.load_state_dict(random_like(model.state_dict()))
+    loops.loss_of(model, *loops.batch())
+    assert loops.same(before, loops.values(model[0].parameters()))
+    assert loops.agree(model, optimizer)
+
+
 def test_a_loaded_buffer_is_saved_and_restored_to_the_last_bit(level):
     model = loops.net()
     model[0].register_buffer("shift", torch.rand(3))
