@@ -676,16 +676,11 @@ class MasterTable:
 
     @torch.no_grad()
     def set_exact_values(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets masters to the exact values of parameters that are loaded next.
-
-        The parameters count as written. If one is not loaded after all, its master is updated from
-        it.
-        """
+        """Sets masters to the exact values of parameters that are loaded next."""
         for param, value in values:
             pair = self.pair_of(param)
             if pair is not None:
                 pair.master.copy_(value)
                 mark_exact([pair])
-                mark_synced([pair])
             elif param in self.exact:
                 self.exact[param].copy_(value)
