@@ -159,6 +159,15 @@ def test_a_script_may_share_the_overflow_flag_over_ranks(level, put, update, mon
     assert capsys.readouterr().out.count("reducing loss scale to 32768.0") == 1
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_what_a_scripts_update_returns_decides_the_step(skips, monkeypatch):
+    model, optimizer = loops.one_weight("O2", loss_scale="dynamic")
+    before = model.weight.clone()
+    monkeypatch.setattr(LossScaler, "update_scale", lambda self: skips)
+    loops.descend(loops.slope(model, 0.5), optimizer)
+    assert torch.equal(model.weight, before) == skips
+
+
 # -- a LossScaler of one's own ---------------------------------------------------------------
 
 
