@@ -168,6 +168,34 @@ def test_what_a_scripts_update_returns_decides_the_step(skips, monkeypatch):
     assert torch.equal(model.weight, before) == skips
 
 
+def update_by_the_block(monkeypatch):
+    answers = [False, True]
+    monkeypatch.setattr(LossScaler, "update_scale", lambda self: answers.pop(0))
+    return {}
+
+
+def update_by_the_script(monkeypatch):
+    return {"delay_overflow_check": True}
+
+
+@pytest.mark.parametrize("updates", [update_by_the_block, update_by_the_script])
+def test_an_overflow_after_an_update_skips_no_optimizer_from_before(updates, monkeypatch):
+    models = [loops.net(), loops.net()]
+    models, optimizers = amp.initialize(
+        models, [loops.sgd(model.parameters()) for model in models], opt_level="O2", verbosity=0
+    )
+    options = updates(monkeypatch)
+    before = [loops.masters(optimizer) for optimizer in optimizers]
+    loops.backward(models[0], optimizers[0], *loops.batch(), **options)
+    if options:
+        scaler().update_scale()
+    loops.backward(models[1], optimizers[1], *loops.overflowing())
+    for optimizer in optimizers:
+        optimizer.step()
+    assert not loops.same(before[0], loops.masters(optimizers[0]))
+    assert loops.same(before[1], loops.masters(optimizers[1]))
+
+
 # -- a LossScaler of one's own ---------------------------------------------------------------
 
 
