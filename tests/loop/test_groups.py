@@ -149,6 +149,17 @@ def test_a_frozen_parameter_stays_and_gets_its_master_when_it_is_unfrozen(level,
     assert loops.agree(model, optimizer)
 
 
+def test_a_frozen_parameter_that_has_a_gradient_is_stepped_as_by_torch(level):
+    model = loops.net()
+    loops.loss_of(model, *loops.batch()).backward()
+    model[0].requires_grad_(False)
+    model, optimizer = loops.prepared(level, model=model)
+    before = loops.masters(optimizer)
+    optimizer.step()
+    assert not loops.same(before[0], loops.masters(optimizer)[0])
+    assert loops.agree(model, optimizer)
+
+
 def by_attribute(params, trains):
     for param in params:
         param.requires_grad = trains
