@@ -41,6 +41,7 @@ class Tables(torch.optim.SGD):
             param.grad *= self.options.by_id[id(param)] * (id(param) not in self.excluded)
         assert self.order[1][0] is self.queue[0]
         assert getattr(*self.named[0][:2]) is self.queue[0]
+        self.state["steps"] = self.state.get("steps", 0) + 1
         return super().step(closure)
 
 
@@ -59,6 +60,7 @@ def test_tables_by_parameters_and_their_ids_are_carried_over_and_back(level):
     assert all(map(lambda a, b: a is b, optimizer.queue, params))
     assert optimizer.named[0][0].weight is params[0]
     assert tables == (optimizer.excluded, optimizer.queue, optimizer.options.by_id)
+    assert optimizer.state["steps"] == 1
 
 
 class Takes(torch.optim.SGD):
