@@ -106,11 +106,9 @@ class _Exchange:
         is_mapping = isinstance(container, MutableMapping)
         items = [*container.items()] if is_mapping else [*container]
         changed = [*map(self._of, items)]
-        is_same = _are_same(changed, items)
         if isinstance(container, list):
-            if not is_same:
-                container[:] = changed
-        elif not is_same or any(isinstance(key, Tensor) for key in container):
+            container[:] = changed
+        elif not _are_same(changed, items) or any(isinstance(key, Tensor) for key in container):
             container.clear()
             refill = container.extend if isinstance(container, deque) else container.update
             refill(changed)
