@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from apex._torch.dispatcher import TORCH_VERSION
 from apex._torch.modules import named_parameters
 
 _MODULE = "torch.distributed.fsdp"
@@ -73,8 +74,12 @@ def multiply_unsent(groups: Iterable[Any], factor: Tensor | float, *, sends: boo
             if grad is not None:
                 whole.grad = None
                 product = factor * grad.float()
-                dtype = param.reduce_dtype or whole.dtype
-                param.unsharded_accumulated_grad = product.to(dtype) if sends else product
+                if TORCH_VERSION < (2, 15):
+                    dtype = param.reduce_dtype or whole.dtype
+                    param.unsharded_accumulated_grad = product.to(dtype) if sends else product
+                else:
+                    whole.grad_dtype = param.unsharded_grad_dtype if sends else None
+                    whole.grad = product.to(whole.grad_dtype or product.dtype)
 
 
 def defers_reduction(groups: Iterable[Any]) -> bool:
