@@ -131,3 +131,20 @@ def test_state_that_is_loaded_before_initialize_has_the_dtype_of_training(optimi
     loaded.load_state_dict(optimizer.state_dict())
     amp.initialize(again, loaded, opt_level="O3", verbosity=0)
     assert loops.same(optimizer.state_dict()["state"], loaded.state_dict()["state"])
+
+
+def test_only_state_in_the_parameters_dtype_follows_it():
+    """Counts stay exact, and the scales of codes."""
+    model = loops.Body(lambda self, x: self.part(x) * self.factor, part=nn.Linear(4, 2))
+    model.factor = nn.Parameter(torch.ones(()))
+    optimizer = loops.sgd(model.parameters())
+    average, count = torch.full((2, 4), 0.1), torch.tensor(4097.0)
+    others = {"count": count, "sum": average.double(), "order": torch.tensor([1, 0])}
+    codes = {"codes": torch.ones(2, dtype=torch.uint8), "scale": torch.full((1,), 0.1)}
+    optimizer.state[model.part.weight] = {"average": average, **others}
+    optimizer.state[model.part.bias] = dict(codes)
+    optimizer.state[model.factor] = {"step": count}
+    amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    assert loops.same(optimizer.state[model.part.weight], {"average": average.half(), **others})
+    assert loops.same(optimizer.state[model.part.bias], codes)
+    assert loops.same(optimizer.state[model.factor], {"step": count})
