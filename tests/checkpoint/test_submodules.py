@@ -65,6 +65,16 @@ def test_a_module_that_takes_over_parameters_is_pickled_to_the_last_bit(level):
         assert loops.same(loops.values(plain.parameters()), values)
 
 
+def test_a_part_with_a_new_module_is_pickled_to_the_last_bit(level):
+    model, optimizer = loops.trained(level, model=nested())
+    expected = loops.masters(optimizer)[:2]
+    linear = nn.Linear(4, 8)
+    linear.weight, linear.bias = model[0][0].parameters()
+    model[0][0] = linear
+    plain = pickle.loads(pickle.dumps(model[0]))
+    assert loops.same(loops.values(plain.parameters()), expected)
+
+
 def test_a_parent_with_two_prepared_models_saves_and_loads_both(level):
     pairs = [loops.trained(level, model=nested()) for _ in range(2)]
     parent = nn.ModuleDict({"first": pairs[0][0], "second": pairs[1][0]})
