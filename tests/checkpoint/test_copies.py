@@ -7,6 +7,7 @@ import itertools
 import pickle
 import subprocess
 import sys
+import threading
 import weakref
 
 import pytest
@@ -95,6 +96,12 @@ def test_a_shallow_copy_is_plain_and_follows_the_training(level):
     assert loops.same(copied.outer.weight.detach(), state["outer.weight"])
 
 
+def test_a_shallow_copy_shares_what_is_no_module(level):
+    model, _ = loops.prepared(level)
+    model[0].lock = threading.Lock()  # which has no deep copy
+    assert copy.copy(model)[0].lock is model[0].lock
+
+
 class CustomState(NestedNet):
     """Saves only what it was made from, as user classes may."""
 
@@ -119,7 +126,8 @@ def test_the_copy_of_a_part_is_plain(way):
     part = way(model.inner)
     assert not part._state_dict_hooks
     assert {param.dtype for param in part.parameters()} == {torch.float32}
-    assert loops.same(dict(model.inner.state_dict()), dict(part.state_dict()))
+    for copied in (part, model.inner.__deepcopy__({})):
+        assert loops.same(dict(model.inner.state_dict()), dict(copied.state_dict()))
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])

@@ -29,15 +29,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import tree
-from apex._engine.masters import (
-    MasterTable,
-    update_masters_from_model,
-    update_model_from_masters,
-)
+from apex._engine.masters import MasterTable, update_masters_from_model
 from apex._torch.modules import named_tensors
-
-_TABLES = frozenset(vars(nn.Module()))
-"""Attributes of every module, such as the tables of its parameters and hooks."""
 
 
 class PlainCopies:
@@ -147,13 +140,12 @@ def shallow_copy(model: nn.Module, masters: MasterTable) -> Any:
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for name, value in vars(module).items():
-            if name not in _TABLES and not isinstance(value, (nn.Module, list, tuple, dict)):
+        for value in vars(module).values():
+            if not isinstance(value, (nn.Module, list, tuple, dict, set)):
                 memo[id(value)] = value
     for tensor in named_tensors(model).values():
         pair = masters.pair_of(tensor)
         if pair is not None:
-            update_model_from_masters([pair])
             update_masters_from_model([pair])
         memo[id(tensor)] = masters.stand_in(tensor)
     return copy.deepcopy(model, memo)
