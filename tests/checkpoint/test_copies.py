@@ -96,10 +96,14 @@ def test_a_shallow_copy_is_plain_and_follows_the_training(level):
     assert loops.same(copied.outer.weight.detach(), state["outer.weight"])
 
 
-def test_a_shallow_copy_shares_what_is_no_module(level):
+def test_a_shallow_copy_shares_what_holds_no_module(level):
     model, _ = loops.prepared(level)
     model[0].lock = threading.Lock()  # which has no deep copy
-    assert copy.copy(model)[0].lock is model[0].lock
+    copied = copy.copy(model)
+    assert copied[0].lock is model[0].lock
+    copied.register_buffer("late", torch.ones(1), persistent=False)
+    model.register_buffer("late", torch.ones(1))
+    assert "late" not in copied.state_dict()
 
 
 class CustomState(NestedNet):
