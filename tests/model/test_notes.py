@@ -72,6 +72,10 @@ def test_other_names_can_be_added_and_unknown_ones_are_refused():
     model = nn.Sequential(positions(torch.ones(2)), positions(torch.ones(2)))
     converted(model, fp32_buffers=["1.tab*"])
     assert (model[0].table.dtype, model[1].table.dtype) == (LOW, torch.float32)
+    model = nn.ModuleList([positions(torch.ones(2)), positions(torch.ones(2, dtype=torch.int32))])
+    converted(model, fp32_buffers=["*"])
+    assert [buffer.dtype for buffer in model.buffers()] == [torch.float32, torch.int32]
+    assert all(param.dtype is LOW for param in model.parameters())
     model = nn.Sequential(positions(torch.ones(2)))
     with pytest.raises(ValueError, match=r"'0.tabel', which matches no buffer. Did you mean 0.tab"):
         converted(model, fp32_buffers=["0.tabel"])
