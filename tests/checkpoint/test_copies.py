@@ -96,6 +96,7 @@ def test_a_shallow_copy_is_plain_and_follows_the_training(level):
     assert loops.same(copied.outer.weight.detach(), state["outer.weight"])
 
 
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_a_shallow_copy_shares_what_holds_no_module(level):
     model, _ = loops.prepared(level)
     model[0].lock = threading.Lock()  # which has no deep copy
