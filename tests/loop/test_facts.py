@@ -264,8 +264,10 @@ def test_an_overflow_is_remembered_when_the_next_loss_is_on_another_device(level
     assert weights(model) == [1.0, 1.0]
 
 
-def test_restore_drops_the_gradients_of_an_overflow(level):
-    model, optimizer = overflowed(level, None)
+@pytest.mark.parametrize("delays", [False, True])
+def test_restore_drops_the_gradients_of_an_overflow(level, delays):
+    model, optimizer = made(level)
+    loops.scaled_backward(model(a=float("inf"), b=1.0), optimizer, delay_unscale=delays)
     with pytest.warns(UserWarning, match=r"amp\.restore(?s:.*)overflow"):
         amp.restore(model, optimizer)
     optimizer.step()

@@ -48,6 +48,22 @@ def test_gradients_go_with_it_and_it_can_be_prepared_again(level):
     assert losses[0] > losses[1] > losses[2]
 
 
+def test_a_block_that_is_open_or_delayed_ends(level):
+    grads = []
+    for delays in (False, True):
+        model, optimizer = loops.prepared(level, loss_scale="dynamic")
+        loss = loops.loss_of(model, *loops.batch())
+        with amp.scale_loss(loss, optimizer, delay_unscale=delays) as scaled_loss:
+            scaled_loss.backward()
+            if not delays:
+                amp.restore(model, optimizer)
+        if delays:
+            amp.restore(model, optimizer)
+        grads.append(loops.grads(model.parameters()))
+    assert loops.same(*grads)
+    assert max(grad.abs().max() for grad in grads[0]) < 4.0
+
+
 def test_a_step_that_a_script_has_kept_steps_on(level):
     model, optimizer = loops.prepared(level)
     step = optimizer.step
