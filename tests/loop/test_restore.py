@@ -1,5 +1,8 @@
 """``amp.restore``: the same objects, plain and in fp32, go on as if amp had never been there."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -88,6 +91,38 @@ def test_what_was_held_in_fp32_comes_back_to_the_last_bit(level, optimizers, kee
     for name in held:
         assert loops.same(saved[name], exact[name])
         assert loops.same(model.state_dict()[name], exact[name])
+
+
+@masters
+def test_an_optimizer_that_a_later_call_has_prepared_gives_its_masters_back(level):
+    model = amp.initialize(loops.net(), opt_level=level, verbosity=0)
+    optimizer = loops.sgd(model.parameters())
+    amp.initialize([], optimizer, opt_level=level, verbosity=0)
+    loops.train_step(model, optimizer, *loops.batch())
+    exact = loops.masters(optimizer)
+    amp.restore(model, optimizer)
+    assert loops.same(exact, loops.values(model.parameters()))
+
+
+@masters
+def test_a_module_that_is_no_part_of_the_model_any_more_comes_back_too(level):
+    model, optimizer = loops.trained(level)
+    exact = loops.masters(optimizer)
+    head = model[2]
+    model[2] = nn.Identity()
+    amp.restore(model, optimizer)
+    assert loops.same(exact[2:], loops.values(head.parameters()))
+    assert optimizer.param_groups[0]["params"][2] is head.weight
+
+
+@masters
+def test_masters_are_gone_with_their_model_while_another_trains_on(level):
+    models, optimizers = zip(loops.plain_pair(), loops.plain_pair(), strict=True)
+    amp.initialize(models, optimizers, opt_level=level, verbosity=0)
+    master = weakref.ref(optimizers[0].param_groups[0]["params"][0])
+    amp.restore(models[0], optimizers[0])
+    gc.collect()
+    assert master() is None
 
 
 @pytest.mark.parametrize("early", [True, False])

@@ -14,7 +14,6 @@ from apex._engine.conversion import casts, checks
 from apex._engine.conversion.state import state_of
 from apex._engine.optimizer import subclass
 from apex._engine.optimizer.prepared import PreparedOptimizer
-from apex._engine.session import Session
 from apex._torch import parameters
 
 
@@ -36,7 +35,8 @@ def make_plain(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> 
             drops_grads = True
         for pair in prepared.pairs:
             masters[id(pair.model)] = pair.master
-    sessions = _sessions_of(models, prepared_optimizers)
+    sessions = {prepared.session for prepared in prepared_optimizers}
+    sessions |= {state.session for state in map(state_of, models) if state is not None}
     for model in models:
         casts.restore(model, masters)
     for prepared in prepared_optimizers:
@@ -48,17 +48,6 @@ def make_plain(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> 
         if not session.models:
             session.close()
     return drops_grads
-
-
-def _sessions_of(
-    models: Sequence[nn.Module], prepared_optimizers: Sequence[PreparedOptimizer]
-) -> set[Session]:
-    sessions = {prepared.session for prepared in prepared_optimizers}
-    for model in models:
-        state = state_of(model)
-        if state is not None:
-            sessions.add(state.session)
-    return sessions
 
 
 def _make_optimizer_plain(prepared: PreparedOptimizer) -> None:
