@@ -68,9 +68,11 @@ def test_the_norm_of_fp64_gradients_is_torchs():
     torch.testing.assert_close(model.bias.grad, expected, rtol=1e-7, atol=0)
 
 
-def test_without_gradients_the_norm_is_zero():
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_without_gradients_the_norm_is_zero(norm_type):
     _, optimizer = loops.prepared("O5")
-    assert torch.equal(amp.clip_grad_norm_(optimizer, 1.0), torch.tensor(0.0))
+    norm = amp.clip_grad_norm_(optimizer, 1.0, norm_type)
+    assert torch.equal(norm, torch.tensor(0.0))
 
 
 def test_an_optimizer_inside_larc_and_a_disabled_one_are_clipped():

@@ -28,7 +28,6 @@ def clip_grad_norm_(
             "amp.clip_grad_norm_ was called while the gradients are still scaled. Call it after "
             "the amp.scale_loss block."
         )
-    prepared.create_missing_masters()
     params = dict.fromkeys(prepared.trained_params())
     grads = [grad for grad in map(parameters.grad_of, params) if grad is not None]
     if any(grad.layout is not torch.strided for grad in grads):
@@ -36,8 +35,6 @@ def clip_grad_norm_(
             "amp.clip_grad_norm_ got a sparse gradient, which has no norm that torch can compute. "
             "Use an embedding with sparse=False, or give it an optimizer of its own."
         )
-    if not grads:
-        return torch.zeros((), dtype=torch.float32, device="cpu")
     norm = norms.global_norm(grads, norm_type)
     if dtensor.is_dtensor(norm):
         norm = norm.full_tensor()

@@ -59,8 +59,10 @@ def stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def global_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """Returns the norm over all tensors: 0-d, on the first's device; 0 of none."""
-    device = tensors[0].device if tensors else torch.device("cpu")
-    norm: Tensor = torch.linalg.vector_norm(norms_of(tensors, norm_type, device), norm_type)
+    if not tensors:
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+    norms = norms_of(tensors, norm_type, tensors[0].device)
+    norm: Tensor = torch.linalg.vector_norm(norms, norm_type)
     return norm
 
 

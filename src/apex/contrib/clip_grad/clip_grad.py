@@ -43,8 +43,6 @@ def clip_grad_norm_(
     max_norm, norm_type = arguments.clipping("clip_grad_norm_", max_norm, norm_type)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [param.grad.detach() for param in parameters if param.grad is not None]
-    if not grads:
-        return torch.zeros((), dtype=torch.float32, device="cpu")
     if any(grad.layout is not torch.strided for grad in grads):
         raise TypeError("clip_grad_norm_ takes dense gradients; it got a sparse one.")
     norm = global_norm(grads, norm_type)
