@@ -160,6 +160,19 @@ def test_a_frozen_parameter_that_has_a_gradient_is_stepped_as_by_torch(level):
     assert all(param.dtype is torch.float32 for param in optimizer.param_groups[0]["params"])
 
 
+def test_a_late_module_leaves_the_fp32_values_of_frozen_ones(level):
+    model = loops.net()
+    exact = loops.values(model[0].requires_grad_(False).parameters())
+    optimizer = loops.sgd(model[2].parameters())
+    options = {"opt_level": level, "keep_fp32_values": True, "verbosity": 0}
+    amp.initialize(model, optimizer, **options)
+    model[0].requires_grad_(True)
+    model.append(nn.Linear(2, 2))
+    for part in (model[3], model[0]):
+        optimizer.add_param_group({"params": part.parameters()})
+    assert loops.same(exact, loops.values(optimizer.param_groups[2]["params"]))
+
+
 def by_attribute(params, trains):
     for param in params:
         param.requires_grad = trains
