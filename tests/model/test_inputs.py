@@ -508,13 +508,15 @@ class FlexibleArgs(Timed):
         return super().forward(*args, **kwargs)
 
 
-def test_a_named_input_among_kwargs_is_kept_and_among_args_has_a_position():
-    model = converted(Flexible(), fp32_modules=["embed"], fp32_inputs=["timestep"])
+def test_an_input_among_kwargs_has_a_name_and_among_args_a_position():
     times = torch.tensor([998.39])
-    model(torch.ones(1, 2), timestep=times)
-    assert model.seen[1] is times
-    with pytest.raises(ValueError, match="'timestep', which is no argument of the model's forward"):
-        converted(FlexibleArgs(), fp32_inputs=["timestep"])
-    model = converted(FlexibleArgs(), fp32_modules=["embed"], fp32_inputs=[1])
-    model(torch.ones(1, 2), times)
-    assert model.seen[1] is times
+    for kind, given, args, kwargs in (
+        (Flexible, "timestep", (), {"timestep": times}),
+        (FlexibleArgs, "timestep", (), {"timestep": times}),
+        (FlexibleArgs, 1, (times,), {}),
+    ):
+        model = converted(kind(), fp32_modules=["embed"], fp32_inputs=[given])
+        model(torch.ones(1, 2), *args, **kwargs)
+        assert model.seen[1] is times
+    with pytest.raises(ValueError, match="1, which is no argument of the model's forward"):
+        converted(Flexible(), fp32_inputs=[1])

@@ -152,9 +152,9 @@ def _check_inputs(plan: ModelPlan, models: Sequence[nn.Module]) -> None:
     names = [param.name for param in params if param.kind not in collecting]
     unlisted: tuple[type, ...] = ()
     if Parameter.VAR_KEYWORD in kinds:
-        unlisted = (str,)
-    if Parameter.VAR_POSITIONAL in kinds:  # which may contain the argument without its name
-        unlisted = (int,)
+        unlisted += (str,)
+    if Parameter.VAR_POSITIONAL in kinds:
+        unlisted += (int,)
     for rule in plan.fp32_inputs:
         if rule not in names and not isinstance(rule, unlisted):
             _refuse("fp32_inputs", rule, "is no argument of the model's forward", names)
