@@ -45,6 +45,24 @@ def test_unused_parameters_are_found(on_two_ranks, level):
     cases.assert_trained_alike(first, optimizer, level)
 
 
+def change_of_an_own_part(rank, level):
+    """Greatest change in one step of a layer that each rank has for itself."""
+    model = loops.net()
+    model[0] = loops.net(seed=rank)[0]
+    names = ["0.weight", "0.bias"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    model, optimizer = cases.initialized(level, model)
+    before = loops.masters(optimizer)[0]
+    cases.backward(DistributedDataParallel(model), optimizer, *cases.rank_batch(rank, 0))
+    optimizer.step()
+    return float((loops.masters(optimizer)[0] - before).abs().max())
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_parameters_that_a_wrapper_ignores_stay_each_ranks_own(on_two_ranks, level):
+    assert 0.0 < max(on_two_ranks(change_of_an_own_part, level)) < 0.05
+
+
 # -- synchronized batch norm -----------------------------------------------------------------
 
 
