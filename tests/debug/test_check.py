@@ -90,6 +90,13 @@ def test_hooks_and_schedulers_see_one_step_only():
     assert calls == [1]
 
 
+def test_a_context_inside_another_counts_the_same():
+    optimizer = torch.optim.SGD([weight_of([1.0, 0.01], torch.bfloat16)], lr=1e-3)
+    with frozen_updates(optimizer) as outer, frozen_updates(optimizer) as inner:
+        optimizer.step()
+    assert (outer.frozen, outer.wanted) == (inner.frozen, inner.wanted) == (1, 2)
+
+
 def test_an_optimizer_that_needs_a_closure_is_refused():
     optimizer = torch.optim.LBFGS([weight_of([1.0], torch.float32)])
     with pytest.raises(TypeError, match="closure"), frozen_updates(optimizer):

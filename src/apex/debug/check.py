@@ -188,8 +188,9 @@ class FrozenUpdates:
         self._stayed: set[str] = set()
         # A beta with which an average in 16 bits cannot fall; 0 if there is none.
         self._beta = 0.0
-        # Between the hooks of a step: each parameter, its value before and its intended value.
-        self._wanted: list[tuple[Tensor, Tensor, Tensor]] = []
+        # Between the hooks of a step, where the copy of another context may step: the optimizer's
+        # parameters, their values before and their intended values.
+        self._wanted: dict[Optimizer, list[tuple[nn.Parameter, Tensor, Tensor]]] = {}
         self._hooks = ExitStack()
 
     def __enter__(self) -> FrozenUpdates:
@@ -227,9 +228,11 @@ class FrozenUpdates:
             self.busy = False
         for group in optimizer.param_groups:
             self._check_average(optimizer, group)
+        wanted = []
         for param, wider in wide.items():
             if param.grad is not None:
-                self._wanted.append((param, param.detach().clone(), wider.detach()))
+                wanted.append((param, param.detach().clone(), wider.detach()))
+        self._wanted = {optimizer: wanted}
 
     def _check_average(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Records a beta that rounds to 1 in the dtype of the squared gradients' average."""
@@ -246,7 +249,7 @@ class FrozenUpdates:
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         """Counts the weights after the step."""
-        for param, old, wanted in self._wanted:
+        for param, old, wanted in self._wanted.pop(optimizer, ()):
             differs = wanted != old.to(wanted.dtype)
             moves = differs & torch.isfinite(wanted)
             stays = moves & (param.detach() == old)
@@ -255,7 +258,6 @@ class FrozenUpdates:
             self.frozen += frozen
             if frozen:
                 self._stayed.add(dtypes.name(param.dtype))
-        self._wanted = []
 
     @property
     def worst(self) -> Finding | None:

@@ -295,10 +295,10 @@ class RoundingTrace(GradientEnds):
         results = Results(call, result, self._tracker.place)
         if results.overflows:
             self._skip(call.name, _OVERFLOW)
-        for verdict in results.verdicts():
-            if verdict.error > verdict.tolerance:
-                self._lose(call, verdict)
-        results.write_to(self._shadows)
+        lost = [verdict for verdict in results.verdicts() if verdict.error > verdict.tolerance]
+        for verdict in lost:
+            self._lose(call, verdict)
+        results.write_to(self._shadows, is_lost=bool(lost))
 
     def _check_integers(self, call: Call, result: Tensor) -> None:
         """Records a cast to integers of whole numbers, such as token ids, that 16 bits rounded."""

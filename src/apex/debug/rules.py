@@ -218,8 +218,9 @@ def comparable(call: Call, values: Tensor, shadow: Tensor) -> Tensor:
 
 
 def norm(values: Tensor) -> float:
-    """Returns the 2-norm, in double."""
-    return float(torch.linalg.vector_norm(values.double()))  # sync: tracing is a diagnosis
+    """Returns the 2-norm of the finite values, in double."""
+    values = torch.nan_to_num(values.double(), 0.0, 0.0, 0.0)
+    return float(torch.linalg.vector_norm(values))  # sync: tracing is a diagnosis
 
 
 # -- bounds ----------------------------------------------------------------------------------------

@@ -452,15 +452,20 @@ class Results:
             return "chain"
         return "cancellation"
 
-    def write_to(self, shadows: Shadows) -> None:
-        """Sets the shadows of the results."""
+    def write_to(self, shadows: Shadows, *, is_lost: bool) -> None:
+        """Sets the shadows of the results, of which one has perhaps lost digits."""
         call = self._call
-        entry = call.inherited if call.base in rules.LINEAR else None
         for pair in self.pairs:
+            distance = rules.distance(*pair)
             origin = call.origin
-            if origin is None:
-                distance = rules.distance(*pair)
-                if distance.difference:
-                    origin = Origin(call.name, self._place, distance.relative)
+            if origin is None and distance.difference:
+                origin = Origin(call.name, self._place, distance.relative)
+            entry = None
+            if call.base in rules.LINEAR:
+                entry = call.inherited
+                unit = max(call.unit, rules.roundoff(pair.low.dtype))
+                explained = rules.AMPLIFICATION * (entry + unit)
+                if distance.relative > explained and not is_lost:  # a difference that may cancel
+                    entry = distance.relative
             shadow = shadows.added(pair.low)
             shadow.write(pair, unit=call.unit, entry=entry, origin=origin)

@@ -26,7 +26,7 @@ from apex._core import dtypes
 from apex._engine.conversion.state import state_of
 from apex._torch import dtensor, ranks
 from apex._torch.autograd import backward_id
-from apex._torch.copies import capturing
+from apex._torch.copies import capturing, is_wrapped
 from apex._torch.dispatch_modes import computes_shapes_only, receives, written_arguments
 from apex._torch.sparse import stored_values, with_memory
 from apex.debug.common import eager
@@ -356,7 +356,7 @@ class Values:
     @property
     def largest(self) -> float:
         """Largest finite absolute value."""
-        return max(-self.low, self.high)
+        return max(abs(self.low), abs(self.high))
 
     def __str__(self) -> str:
         span = f"{self.low:.4g}"
@@ -385,7 +385,7 @@ def is_checked(tensor: Tensor) -> bool:
 
     Nested tensors, which few operators take, are not checked.
     """
-    has_values = tensor.device.type != "meta" and not is_lazy(tensor)
+    has_values = tensor.device.type != "meta" and not is_lazy(tensor) and not is_wrapped(tensor)
     return has_values and tensor.dtype in WIDE and not tensor.is_nested
 
 
