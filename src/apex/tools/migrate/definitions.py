@@ -60,11 +60,25 @@ def definition_of(name: str) -> Definition:
 def bindings(module: str) -> Mapping[str, ast.AST | Imported]:
     """Returns the names that a module of this distribution binds, and their objects."""
     bound: dict[str, ast.AST | Imported] = {}
-    file = _file(module)
-    if file is not None:
-        for node in of_scope(ast.parse(file.read_bytes())):
-            bound.update(bound_by(node))
+    for node in of_scope(_parsed(module)):
+        bound.update(bound_by(node))
     return bound
+
+
+def exported(module: str) -> list[str]:
+    """Returns the names that ``from module import *`` binds, if the module is of apex."""
+    names: list[str] = []
+    if is_of_apex(module):
+        for node in _parsed(module).body:
+            match node:
+                case ast.Assign([ast.Name("__all__")], ast.List(items)):
+                    names = [ast.literal_eval(item) for item in items]
+    return names
+
+
+def _parsed(module: str) -> ast.Module:
+    file = _file(module)
+    return ast.parse(file.read_bytes() if file is not None else "")
 
 
 def _file(module: str) -> Path | None:
@@ -75,14 +89,14 @@ def _file(module: str) -> Path | None:
     return None
 
 
-def parameters(definition: Definition) -> frozenset[str] | None:
+def parameters(definition: Definition) -> list[str] | None:
     """Returns the names of a function's or a class's arguments; None if any name is accepted."""
     node = definition.node
     if isinstance(node, ast.FunctionDef):
         if node.args.kwarg is not None:
             return None
         arguments = [*node.args.args, *node.args.kwonlyargs]
-        return frozenset(argument.arg for argument in arguments)
+        return [argument.arg for argument in arguments if argument.arg != "self"]
     if not isinstance(node, ast.ClassDef) or len(node.bases) > 1:
         return None
     for statement in node.body:
