@@ -19,7 +19,7 @@ from apex._torch import ranks
 from apex.debug import tracing
 from apex.debug.births import FATEFUL, Birth, Births
 from apex.debug.causes import finding_of
-from apex.debug.common import Held, held_by, listed, to_json
+from apex.debug.common import Held, counted, held_by, listed, to_json
 from apex.debug.place import Finding, node_name, owner_of, runs_in_scaler
 from apex.debug.scaled import ScaledGradients
 from apex.debug.tracing import ByMemory, Call, Trace, floating, kind_of
@@ -175,7 +175,7 @@ class OverflowTrace(Trace):
         if not self._births.time:
             return self._nothing
         if first is None:
-            return f"No overflow: {self._births.time} operators traced, no fault."
+            return f"No overflow: {counted(self._births.time, 'operator')} traced, no fault."
         lines = [headed(first), *hit_lines(first, self.gradients)]
         return "\n".join(lines)
 

@@ -16,7 +16,7 @@ from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.parameters import without_functions
 from apex.debug import rules, tracing
 from apex.debug.causes import explained, in_fp32, module_in_fp32, remedies, section_of
-from apex.debug.common import held_by, listed, to_json
+from apex.debug.common import counted, held_by, listed, to_json
 from apex.debug.ends import GradientEnds
 from apex.debug.place import Finding, Place
 from apex.debug.shadows import (
@@ -208,7 +208,8 @@ class RoundingTrace(GradientEnds):
             return self._nothing
         if not self.operators and not self.skipped:
             return f"Nothing to judge: none of {self._seen} operators computed in 16 bits."
-        text = f"No digits lost: {self.operators} operators traced, all within tolerance"
+        operators = counted(self.operators, "operator")
+        text = f"No digits lost: {operators} traced, all within tolerance"
         if self.skipped:
             text = f"{text}; {len(self.skipped)} without a verdict"
         return f"{text}."
