@@ -207,7 +207,9 @@ class RoundingTrace(GradientEnds):
         if not self._seen:
             return self._nothing
         if not self.operators and not self.skipped:
-            return f"Nothing to judge: none of {self._seen} operators computed in 16 bits."
+            return (
+                f"Nothing to judge: none of {counted(self._seen, 'operator')} computed in 16 bits."
+            )
         operators = counted(self.operators, "operator")
         text = f"No digits lost: {operators} traced, all within tolerance"
         if self.skipped:
