@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -162,6 +163,20 @@ _MAY_STAY = 0.2
 """Share of the weights that may keep their value in a healthy training."""
 
 
+class _Step(NamedTuple):
+    """How a model trains, the line of a step, and the dtype of what it leaves unchanged."""
+
+    way: str
+    line: str
+    dtype: str
+
+
+def _step_of(optimizer: Optimizer, tensor: Tensor) -> _Step:
+    prepared = prepared_state(optimizer)
+    way = "plain" if prepared is None else prepared.session.policy.opt_level
+    return _Step(way, innermost_line(), dtypes.name(tensor.dtype))
+
+
 class FrozenUpdates:
     """A context that counts the weights that stay, in all steps of one optimizer or of all.
 
@@ -181,13 +196,10 @@ class FrozenUpdates:
         # The optimizer whose steps count; None counts the steps of all.
         self._only = optimizer
         self._steps = 0
-        # For the report: how the model trains, and the line of the first step.
-        self._level = "plain"
-        self._line = ""
-        # Names of the dtypes of weights and averages that stayed.
-        self._stayed: set[str] = set()
-        # A beta with which an average in 16 bits cannot fall; 0 if there is none.
-        self._beta = 0.0
+        # Number of weights that stayed, by the step.
+        self._stayed = Counter[_Step]()
+        # A beta with which an average in 16 bits cannot fall, and the step; None without one.
+        self._average: tuple[float, _Step] | None = None
         # Between the hooks of a step, where the copy of another context may step: the optimizer's
         # parameters, their values before and their intended values.
         self._wanted: dict[Optimizer, list[tuple[nn.Parameter, Tensor, Tensor]]] = {}
@@ -211,10 +223,6 @@ class FrozenUpdates:
         if self.busy or self._only not in (None, optimizer):  # a copy steps, or another optimizer
             return
         self._steps += 1
-        prepared = prepared_state(optimizer)
-        if prepared is not None:
-            self._level = prepared.session.policy.opt_level
-        self._line = self._line or innermost_line()
         wide = {param: _widened(param) for param in params_of(optimizer)}
         self.busy = True
         try:
@@ -244,8 +252,7 @@ class FrozenUpdates:
                 continue
             eps = torch.finfo(average.dtype).eps
             if 1.0 - beta < eps / 4:
-                self._beta = beta
-                self._stayed.add(dtypes.name(average.dtype))
+                self._average = beta, _step_of(optimizer, average)
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         """Counts the weights after the step."""
@@ -256,8 +263,7 @@ class FrozenUpdates:
             frozen = int(stays.count_nonzero())  # sync: a diagnosis on request
             self.wanted += int(moves.count_nonzero())  # sync: as above
             self.frozen += frozen
-            if frozen:
-                self._stayed.add(dtypes.name(param.dtype))
+            self._stayed[_step_of(optimizer, param)] += frozen
 
     @property
     def worst(self) -> Finding | None:
@@ -265,22 +271,23 @@ class FrozenUpdates:
         if self.share > _MAY_STAY:
             section = "frozen"
             what = self._counts
-        elif self._beta:
+            step, _ = max(self._stayed.items(), key=itemgetter(1))
+        elif self._average is not None:
             section = "an average that cannot fall"
-            what = f"the optimizer's exp_avg_sq cannot fall: a decay of {self._beta:g} rounds to 1"
+            beta, step = self._average
+            what = f"the optimizer's exp_avg_sq cannot fall: a decay of {beta:g} rounds to 1"
         else:
             return None
-        stayed = ", ".join(sorted(self._stayed))
-        ways = remedies(section, self._level)
+        way, line, dtype = step
         return Finding(
             module="",
             inside=False,
             direction="forward",
-            location=self._line,
+            location=line,
             op="step",
             kind="frozen",
-            what=f"{what} ({stayed})",
-            **explained(section, ways, cause="frozen", dtype=stayed),
+            what=f"{what} ({dtype})",
+            **explained(section, remedies(section, way), cause="frozen", dtype=dtype),
         )
 
     @property
@@ -311,8 +318,9 @@ class FrozenUpdates:
             lines.append(f"Updates arrive: {self._counts}.")
         elif not self.errors:
             lines.append(
-                f"No weight was to move in {counted(self._steps, 'step')}: the gradients were 0, "
-                "None or not finite. `apex trace --updates` names where they end."
+                f"No weight was to move in {counted(self._steps, 'step')}: the learning "
+                "rate was 0, or the gradients were 0, None or not finite. `apex trace --updates` "
+                "names where gradients end."
             )
         lines += [f"{name} has no verdict: {error}" for name, error in self.errors.items()]
         return "\n".join(lines)
