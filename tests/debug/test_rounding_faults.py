@@ -181,6 +181,24 @@ def test_gradients_of_two_means_that_nearly_cancel_are_no_fault():
     assert trace.worst is None, str(trace)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_that_cancel_in_a_fused_attention_are_no_fault(masked):
+    """Near-equal values at the beginning of a training, as of GPT-2."""
+    torch.manual_seed(0)
+    mask = torch.zeros(64, 64, dtype=torch.bfloat16) if masked else None
+
+    def attended(self, x):
+        q, k, v = self.projection(x).view(2, 64, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v + 1, attn_mask=mask, is_causal=not masked)
+
+    model = Body(attended, projection=nn.Linear(32, 96)).bfloat16()
+    nn.init.normal_(model.projection.weight, std=0.02)
+    with amp.debug.trace_rounding(model) as trace:
+        output = model(torch.randn(2, 64, 32, dtype=torch.bfloat16))
+        (output.float() * torch.randn(2, 4, 64, 8)).sum().backward()
+    assert trace.worst is None, str(trace)
+
+
 @pytest.mark.parametrize("loss", [lambda a, b: b - a, lambda a, b: -a + b])
 def test_a_loss_of_two_means_that_nearly_cancel_may_be_scaled(loss):
     critic = nn.Linear(2, 1, bias=False).bfloat16()
