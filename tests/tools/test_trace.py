@@ -135,6 +135,27 @@ def test_threads_of_the_script_are_traced(trace):
     check(traced, cli.NOT_FINITE, "aten.exp in 1, forward", "step 1")
 
 
+def test_threads_of_the_script_are_measured_and_run_to_their_end(trace):
+    body = """
+        import threading
+        net = nn.Linear(4, 4).bfloat16()
+        optimizer = torch.optim.SGD(net.parameters(), 1e-6)
+        def work():
+            for _ in range(12):
+                optimizer.zero_grad()
+                ((net(torch.ones(2, 4).bfloat16()) + 1000) - 1000).float().mean().backward()
+                optimizer.step()
+            print("done")
+        worker = threading.Thread(target=work)
+        worker.start()
+        worker.join()
+    """
+    for option, said in (("--digits", "aten.sub outside the model"), ("--updates", "12 steps")):
+        traced = trace(body, options=[option])
+        check(traced, cli.NOT_FINITE, "done", said)
+        assert traced[2] == ""
+
+
 # -- loss scales -----------------------------------------------------------------------------------
 
 SCALED = """
