@@ -295,7 +295,7 @@ def _attention_size(in_fp32: Call) -> float:
     gradient = in_fp32.args[0]
     query, key, value = (named[name] for name in ("query", "key", "value"))
     mask = named.get("attn_mask", named.get("attn_bias"))
-    factor = named["scale"] or query.shape[-1] ** -0.5
+    factor: float = named["scale"] or query.shape[-1] ** -0.5
     attention = torch.ops.aten._scaled_dot_product_attention_math
     _, weights = attention(query, key, value, mask, 0.0, named["is_causal"], scale=factor)
     slopes = weights * (gradient @ value.mT).abs()
