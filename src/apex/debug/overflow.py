@@ -397,8 +397,10 @@ class OverflowTrace(Trace):
         if cause in ("constant", "update"):
             number = _number(call)
         measured: dict[str, Any] = {}
-        if not deliberate and not self._in_step:
+        if not deliberate and not self._in_step:  # a mask would cost a pass over all weights
             measured = self._measured(observed, cause)
+            measured["grown"] = self._largest_weight > _GROWTH * self._first_largest
+            measured["heaviest"] = self._heaviest_weight(call)
         scale, dynamic = self._scaled.loss_scale if is_backward else (1.0, False)
         largest = tracing.real(tracing.dense(bad)).amax()
         cause, names, unwritten = self._named_weights(cause, bad, place.module)
@@ -418,8 +420,6 @@ class OverflowTrace(Trace):
             names=names,
             unwritten=unwritten,
             eps=self._eps,
-            grown=self._largest_weight > _GROWTH * self._first_largest,
-            heaviest=self._heaviest_weight(call),
             scale=scale,
             dynamic=dynamic,
             # A norm of scaled gradients may overflow. It is a fault only if a result is non-finite.
