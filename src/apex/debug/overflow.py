@@ -452,9 +452,9 @@ class OverflowTrace(Trace):
     def _named_weights(self, cause: str, bad: Tensor, module: str) -> tuple[str, str, bool]:
         """Returns the cause, the names of its weights, and whether nothing has written them."""
         names = ""
-        held = self._held().of(bad)
-        if cause == "weights" and held is not None:
-            names = held.name
+        if cause == "weights":
+            held = self._held().of(bad)
+            names = "" if held is None else held.name
         if cause in ("", "weights"):
             unwritten = []
             for name, role, value in held_by(self._tracker.models, self._optimizers):

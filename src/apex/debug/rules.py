@@ -218,9 +218,8 @@ def comparable(call: Call, values: Tensor, shadow: Tensor) -> Tensor:
 
 
 def norm(values: Tensor) -> float:
-    """Returns the 2-norm of the finite values, in double."""
-    values = torch.nan_to_num(values.double(), 0.0, 0.0, 0.0)
-    return float(torch.linalg.vector_norm(values))  # sync: tracing is a diagnosis
+    """Returns the 2-norm, in double."""
+    return float(torch.linalg.vector_norm(values.double()))  # sync: tracing is a diagnosis
 
 
 # -- bounds ----------------------------------------------------------------------------------------
@@ -269,12 +268,12 @@ def least_sizes(in_fp32: Call) -> list[float]:
     name = in_fp32.base
     if name in _SUMS | _IN_PLACE_SUMS:
         sums = in_fp32.mapped(_absolute).run()
-        return [norm(total) for total in tree.tensors(sums)]
+        return [_size(total) for total in tree.tensors(sums)]
     if name == "softmax_backward_data":
         gradient, output = in_fp32.args[:2]
-        return [norm(gradient * output)]
+        return [_size(gradient * output)]
     if name == "log_softmax_backward_data":
-        return [norm(in_fp32.args[0])]
+        return [_size(in_fp32.args[0])]
     if name.startswith("scaled_dot_product") and name.endswith("backward"):
         return [_attention_size(in_fp32)]
     if name in _NORM_BACKWARDS:
@@ -284,7 +283,7 @@ def least_sizes(in_fp32: Call) -> list[float]:
             values = named[factor]
             if values is not None:
                 gain *= norm(values) / math.sqrt(max(1, values.numel()))
-        gradient = norm(in_fp32.args[0])
+        gradient = _size(in_fp32.args[0])
         return [gradient * gain, gradient, gradient]
     return []
 
@@ -300,7 +299,12 @@ def _attention_size(in_fp32: Call) -> float:
     _, weights = attention(query, key, value, mask, 0.0, named["is_causal"], scale=factor)
     slopes = weights * (gradient @ value.mT).abs()
     terms = slopes + weights * slopes.sum(-1, keepdim=True)  # of the softmax's derivative
-    return factor * norm(terms @ key.abs())
+    return factor * _size(terms @ key.abs())
+
+
+def _size(terms: Tensor) -> float:
+    """Returns the norm without what overflowed."""
+    return norm(torch.nan_to_num(terms, 0.0, 0.0, 0.0))
 
 
 def _absolute(argument: Any) -> Any:

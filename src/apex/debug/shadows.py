@@ -455,17 +455,17 @@ class Results:
     def write_to(self, shadows: Shadows, *, is_lost: bool) -> None:
         """Sets the shadows of the results, of which one has perhaps lost digits."""
         call = self._call
+        may_cancel = call.base in rules.DIFFERENCES and not is_lost
         for pair in self.pairs:
-            distance = rules.distance(*pair)
             origin = call.origin
-            if origin is None and distance.difference:
-                origin = Origin(call.name, self._place, distance.relative)
-            entry = None
-            if call.base in rules.LINEAR:
-                entry = call.inherited
+            entry = call.inherited if call.base in rules.LINEAR else None
+            if origin is None or may_cancel:
+                distance = rules.distance(*pair)
+                if origin is None and distance.difference:
+                    origin = Origin(call.name, self._place, distance.relative)
                 unit = max(call.unit, rules.roundoff(pair.low.dtype))
-                explained = rules.AMPLIFICATION * (entry + unit)
-                if distance.relative > explained and not is_lost:  # a difference that may cancel
+                explained = rules.AMPLIFICATION * (call.inherited + unit)
+                if may_cancel and distance.relative > explained:
                     entry = distance.relative
             shadow = shadows.added(pair.low)
             shadow.write(pair, unit=call.unit, entry=entry, origin=origin)
