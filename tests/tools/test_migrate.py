@@ -40,7 +40,6 @@ USES = [
     ("from apex.amp import initialize", "initialize"),
     ("from apex.amp import initialize as prepare", "prepare"),
     ("import apex; amp = apex.amp", "amp.initialize"),
-    ("from apex import *", "amp.initialize"),
     ("from apex.amp import *", "initialize"),
 ]
 

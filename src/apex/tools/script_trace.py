@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,7 @@ class ScriptTrace(OverflowTrace):
     def __enter__(self) -> ScriptTrace:
         """Starts tracing this thread, and those that the program starts with ``threading``."""
         super().__enter__()
-        self._hooks.enter_context(in_threads(self))
+        trace_threads(self, self._hooks)
         return self
 
     @property
@@ -102,17 +102,12 @@ class ScriptTrace(OverflowTrace):
         return super()._before(call)
 
 
-@contextmanager
-def in_threads(trace: Trace) -> Iterator[None]:
-    """Traces the threads, too, that the program starts with ``threading``."""
+def trace_threads(trace: Trace, until: ExitStack) -> None:
+    """Traces the threads that the program starts with ``threading``, too."""
 
     def enter(*_: Any) -> None:
         sys.setprofile(None)
         Mode(trace).__enter__()  # type: ignore[no-untyped-call]
 
-    before = threading.getprofile()
+    until.callback(threading.setprofile, threading.getprofile())
     threading.setprofile(enter)
-    try:
-        yield
-    finally:
-        threading.setprofile(before)

@@ -20,7 +20,7 @@ from apex.debug.ends import GradientEnds
 from apex.debug.overflow import headed, hit_lines
 from apex.debug.rounding import RoundingTrace
 from apex.tools.script import Ending, FaultFound, Script
-from apex.tools.script_trace import ScriptTrace, Seen, in_threads
+from apex.tools.script_trace import ScriptTrace, Seen, trace_threads
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
             ends = GradientEnds()
             measuring = until_end.enter_context(FrozenUpdates())
         until_end.enter_context(ends)
-        until_end.enter_context(in_threads(ends))
+        trace_threads(ends, until_end)
         until_end.callback(register_optimizer_step_post_hook(count).remove)
         ending = script.run()
     has_fault = bool(measuring.worst or ends.cut_off)

@@ -60,25 +60,11 @@ def definition_of(name: str) -> Definition:
 def bindings(module: str) -> Mapping[str, ast.AST | Imported]:
     """Returns the names that a module of this distribution binds, and their objects."""
     bound: dict[str, ast.AST | Imported] = {}
-    for node in of_scope(_parsed(module)):
-        bound.update(bound_by(node))
-    return bound
-
-
-def exported(module: str) -> list[str]:
-    """Returns the names that ``from module import *`` binds, if the module is of apex."""
-    names: list[str] = []
-    if is_of_apex(module):
-        for node in _parsed(module).body:
-            match node:
-                case ast.Assign([ast.Name("__all__")], ast.List(items)):
-                    names = [ast.literal_eval(item) for item in items]
-    return names
-
-
-def _parsed(module: str) -> ast.Module:
     file = _file(module)
-    return ast.parse(file.read_bytes() if file is not None else "")
+    if file is not None:
+        for node in of_scope(ast.parse(file.read_bytes())):
+            bound.update(bound_by(node))
+    return bound
 
 
 def _file(module: str) -> Path | None:

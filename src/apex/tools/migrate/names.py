@@ -10,8 +10,8 @@ from typing import Any
 
 from apex.tools.migrate.definitions import (
     ROOTS,
+    bindings,
     definition_of,
-    exported,
     is_of_apex,
     parameters,
 )
@@ -226,9 +226,9 @@ def _full_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
             full_name = ""
             if isinstance(bound, Imported) and bound.module:
                 full_name = str(bound)
-            if name == "*" and full_name:
+            if name == "*" and is_of_apex(full_name):
                 module = full_name.removesuffix(".*")
-                from_stars |= {public: f"{module}.{public}" for public in exported(module)}
+                from_stars |= {public: f"{module}.{public}" for public in bindings(module)}
             elif is_of_apex(full_name):
                 full_names[name] = full_name
             else:
