@@ -274,8 +274,6 @@ def least_sizes(in_fp32: Call) -> list[float]:
         return [_size(gradient * output)]
     if name == "log_softmax_backward_data":
         return [_size(in_fp32.args[0])]
-    if name.startswith("scaled_dot_product") and name.endswith("backward"):
-        return [_attention_size(in_fp32)]
     if name in _NORM_BACKWARDS:
         named = in_fp32.named
         gain = 1.0
@@ -286,20 +284,6 @@ def least_sizes(in_fp32: Call) -> list[float]:
         gradient = _size(in_fp32.args[0])
         return [gradient * gain, gradient, gradient]
     return []
-
-
-def _attention_size(in_fp32: Call) -> float:
-    """Returns the norm of a fused attention's first gradient if all terms had one sign."""
-    named = in_fp32.named
-    gradient = in_fp32.args[0]
-    query, key, value = (named[name] for name in ("query", "key", "value"))
-    mask = named.get("attn_mask", named.get("attn_bias"))
-    factor: float = named["scale"] or query.shape[-1] ** -0.5
-    attention = torch.ops.aten._scaled_dot_product_attention_math
-    _, weights = attention(query, key, value, mask, 0.0, named["is_causal"], scale=factor)
-    slopes = weights * (gradient @ value.mT).abs()
-    terms = slopes + weights * slopes.sum(-1, keepdim=True)  # of the softmax's derivative
-    return factor * _size(terms @ key.abs())
 
 
 def _size(terms: Tensor) -> float:

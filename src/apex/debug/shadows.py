@@ -375,7 +375,9 @@ class Results:
             NoVerdictError: If fp32 has no correct digit to compare with.
         """
         base = self._call.base
-        if base in rules.MOVES:
+        # The derivative of a softmax cancels, and a fused kernel does not show the terms.
+        is_fused = base.startswith(SAVES_INFINITIES) and base.endswith("backward")
+        if base in rules.MOVES or is_fused:
             return
         count = len(self.pairs)
         if base.startswith(_FIRST_RESULT):
