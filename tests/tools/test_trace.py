@@ -183,6 +183,16 @@ APEX = """
         optimizer.step()
 """
 
+OLD = """
+    from apex.fp16_utils import FP16_Optimizer
+    net = nn.Linear(2, 2).half()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    optimizer = FP16_Optimizer(optimizer, dynamic_loss_scale=True, verbose=False)
+    for _ in range(6):
+        optimizer.zero_grad()
+        optimizer.backward(net(torch.ones(1, 2).half()).float().sum() * 3)
+        optimizer.step()
+"""
 
 HIGH = SCALED.format(scale=2.0**18)
 SCALES = {
@@ -190,6 +200,7 @@ SCALES = {
     "fused": (HIGH.replace("lr=1e-3", "lr=1e-3, fused=True"), "Healthy: 3 of 6 backward passes"),
     "a scale far too high": (SCALED.format(scale=2.0**40), "Not settled: 6 of 6 backward passes"),
     "amp": (APEX, "Healthy: 2 of 6 backward passes"),
+    "FP16_Optimizer": (OLD, "Healthy: 2 of 6 backward passes"),
 }
 
 
