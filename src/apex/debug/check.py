@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -163,18 +163,14 @@ _MAY_STAY = 0.2
 """Share of the weights that may keep their value in a healthy training."""
 
 
-class _Step(NamedTuple):
-    """How a model trains, the line of a step, and the dtype of what it leaves unchanged."""
-
-    way: str
-    line: str
-    dtype: str
+_Step = tuple[str, str, str]
+"""How a model trains, the line of a step, and the dtype of what it leaves unchanged."""
 
 
 def _step_of(optimizer: Optimizer, tensor: Tensor) -> _Step:
     prepared = prepared_state(optimizer)
     way = "plain" if prepared is None else prepared.session.policy.opt_level
-    return _Step(way, innermost_line(), dtypes.name(tensor.dtype))
+    return way, innermost_line(), dtypes.name(tensor.dtype)
 
 
 class FrozenUpdates:
