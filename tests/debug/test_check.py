@@ -7,7 +7,7 @@ from torch import nn
 from apex import amp
 from apex.amp.report import NonfiniteGradient
 from apex.debug import frozen_updates
-from apex.debug.check import why_skipped
+from apex.debug.check import FrozenUpdates, why_skipped
 from tests.support import loops
 
 OPTIMIZERS = {
@@ -41,7 +41,7 @@ def test_a_weight_without_a_finite_update_does_not_count(grad):
     with frozen_updates(optimizer) as updates:
         optimizer.step()
     assert updates.wanted == 0
-    assert str(updates).startswith("No weight was to move in 1 step: the gradients were 0, ")
+    assert str(updates).startswith("No weight was to move in 1 step: the learning rate was 0, ")
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -88,6 +88,26 @@ def test_hooks_and_schedulers_see_one_step_only():
         optimizer.step()
     scheduler.step()
     assert calls == [1]
+
+
+def test_a_context_inside_another_counts_the_same():
+    optimizer = torch.optim.SGD([weight_of([1.0, 0.01], torch.bfloat16)], lr=1e-3)
+    with frozen_updates(optimizer) as outer, frozen_updates(optimizer) as inner:
+        optimizer.step()
+    assert (outer.frozen, outer.wanted) == (inner.frozen, inner.wanted) == (1, 2)
+
+
+def test_the_line_is_the_step_s_that_freezes_most_weights():
+    sound = torch.optim.SGD([weight_of([1.0, 2.0], torch.float32)], lr=1e-3)
+    _, prepared = pair_with_grads()
+    frozen = torch.optim.SGD([weight_of([1.0] * 16, torch.bfloat16)], lr=1e-3)
+    with FrozenUpdates() as updates:
+        sound.step()
+        frozen.step()
+        prepared.step()
+    assert updates.worst.source == "frozen.step()"
+    assert updates.worst.what.endswith("16 of 38 (bfloat16)")
+    assert updates.worst.remedies[0].startswith("keep fp32 masters")
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused():

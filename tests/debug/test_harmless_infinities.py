@@ -7,6 +7,7 @@ from torch import nn
 
 from apex.debug.overflow import trace_overflow
 from tests.debug.bodies import Body
+from tests.support.host_reads import HostReads
 
 INF, NAN = float("inf"), float("nan")
 
@@ -89,3 +90,14 @@ def test_a_mask_that_the_forward_writes_into_a_buffer_is_no_fault():
     with trace_overflow(net) as trace:
         net(torch.randn(4, 4)).square().sum().backward()
     assert trace.first is None, str(trace)
+
+
+def test_a_mask_costs_no_reading_of_the_weights():
+    counts = []
+    for value in (-INF, -1e4):
+        net = net_of(lambda h, value=value: h.masked_fill(torch.eye(4) > 0, value).softmax(-1))
+        net.more = nn.ParameterList([torch.ones(2)] * 50)
+        with HostReads() as reads, trace_overflow(net):
+            net(torch.randn(4, 4)).sum().backward()
+        counts.append(reads.count)
+    assert counts[0] - counts[1] < 50

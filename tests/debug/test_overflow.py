@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call, grad, hessian, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
@@ -76,6 +78,32 @@ def test_parameters_without_values_disturb_no_trace():
         optimizer.step()
         net(torch.ones(1, 2) * torch.inf).sum().backward()
     assert trace.first.cause == "constant"
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own use
+@pytest.mark.parametrize("tool", ["trace_overflow", "trace_rounding"])
+def test_a_model_under_transforms_of_torch_func_runs_under_a_trace(tool):
+    net = nn.Linear(2, 1)
+
+    def loss(params, x):
+        return functional_call(net, params, (x,)).log().sum()
+
+    params = {name: param.detach() * 0 for name, param in net.named_parameters()}
+    with getattr(amp.debug, tool)() as trace:
+        hessian(lambda x: net(x).square().sum())(torch.ones(2))
+        vmap(grad(loss), (None, 0))(params, torch.ones(3, 2))
+    if tool == "trace_overflow":
+        assert (trace.first.op, trace.first.cause) == ("aten.log", "domain")
+        assert "(largest finite input 0)" in trace.first.what
+
+
+@pytest.mark.parametrize("tool", ["trace_overflow", "trace_rounding"])
+def test_a_graph_that_make_fx_records_holds_no_operator_of_a_trace(tool):
+    net = nn.Linear(2, 2).bfloat16()
+    x = torch.ones(1, 2, dtype=torch.bfloat16)
+    with getattr(amp.debug, tool)(net):
+        traced = make_fx(net)(x)
+    assert [str(node) for node in make_fx(net)(x).graph.nodes] == [*map(str, traced.graph.nodes)]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

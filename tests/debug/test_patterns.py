@@ -30,6 +30,7 @@ def test_a_wider_dtype_is_no_remedy_for_what_exceeds_it_too():
         first = first_of(lambda x, top=largest: (x.half() * 0 + top).exp(), X)
         assert first.pattern == "exp of a large number"
         assert ("bf16" in first.remedy) == is_wider, first.remedy
+    assert first.why == "the true result exceeds the range of float16 (65504)."
 
 
 def test_neither_a_cast_of_large_numbers_nor_a_gradient_is_a_mask():

@@ -86,6 +86,16 @@ def test_nothing_is_accused_behind_an_overflow(scale):
     assert f"within tolerance; {len(trace.skipped)} without a verdict." in str(trace)
 
 
+def test_a_gradient_without_a_sum_is_not_accused_behind_an_overflow_in_another_column():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    with amp.debug.trace_rounding(model) as trace, torch.autocast("cpu", torch.float16):
+        output = model(torch.randn(16, 8))
+        targets = torch.randn(16, 8)
+        targets[0, 0] = torch.inf
+        (output * targets).sum().backward()
+    assert trace.worst is None, str(trace)
+
+
 @pytest.mark.parametrize("scale", [lambda x: x * 0.999, lambda x: x.mul_(0.999)])
 def test_an_activation_times_a_number_close_to_1_is_no_average(scale):
     body = Body(lambda self, x: scale(x))
@@ -168,6 +178,36 @@ def test_gradients_of_two_means_that_nearly_cancel_are_no_fault():
     x = torch.randn(16, 32).half()
     with amp.debug.trace_rounding(critic) as trace:
         (critic(x).mean() - critic(x + 0.5).mean()).backward()
+    assert trace.worst is None, str(trace)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_that_cancel_in_a_fused_attention_are_no_fault(masked):
+    """Near-equal values at the beginning of a training, as of GPT-2."""
+    torch.manual_seed(0)
+    mask = torch.zeros(64, 64, dtype=torch.bfloat16) if masked else None
+
+    def attended(self, x):
+        q, k, v = self.projection(x).view(2, 64, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v + 1, attn_mask=mask, is_causal=not masked)
+
+    model = Body(attended, projection=nn.Linear(32, 96)).bfloat16()
+    nn.init.normal_(model.projection.weight, std=0.02)
+    with amp.debug.trace_rounding(model) as trace:
+        output = model(torch.randn(2, 64, 32, dtype=torch.bfloat16))
+        (output.float() * torch.randn(2, 4, 64, 8)).sum().backward()
+    assert trace.worst is None, str(trace)
+
+
+@pytest.mark.parametrize("loss", [lambda a, b: b - a, lambda a, b: -a + b])
+def test_a_loss_of_two_means_that_nearly_cancel_may_be_scaled(loss):
+    critic = nn.Linear(2, 1, bias=False).bfloat16()
+    nn.init.ones_(critic.weight)
+    with amp.debug.trace_rounding(critic) as trace:
+        real = critic(torch.tensor([[1.0, 2.0**-9]], dtype=torch.bfloat16)).float().mean()
+        fake = critic(torch.tensor([[1.0, 2.0**-5]], dtype=torch.bfloat16)).float().mean()
+        (loss(real, fake) * 0.5 + loss(real, fake) / 30).backward()
+    assert float(loss(real, fake).detach()) == 2.0**-5  # 2**-9 is lost: 6.7 % of the difference
     assert trace.worst is None, str(trace)
 
 

@@ -1,10 +1,14 @@
 """Gradients that a script uses before they are unscaled are named, and right uses are not."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
+from apex import amp
 from apex.debug.overflow import trace_overflow
+from tests.support import loops
 
 UNSCALED_FIRST = {
     "unscale_ first": lambda scaler, optimizer, grads: (
@@ -68,6 +72,17 @@ def test_what_is_wrong_is_named_at_its_line(use):
     assert first.location.startswith(__file__)
     assert "1024" in first.why
     assert ("scaler.step(optimizer)" if use == "a step" else "unscale_(optimizer)") in first.remedy
+
+
+def test_a_clip_of_masters_inside_the_block_is_named():
+    for level in ("O1", "O2"):
+        net, optimizer = loops.prepared(level, model=nn.Linear(4, 2), loss_scale=128.0)
+        with trace_overflow(net) as trace, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # amp warns of it, too
+            with amp.scale_loss(net(torch.ones(2, 4)).mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+                nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        assert (trace.first.op, trace.first.cause) == ("aten._foreach_mul_", "scaled gradients")
 
 
 def test_a_number_that_is_read_hides_no_fault_behind_it():

@@ -136,3 +136,4 @@ def test_a_module_that_does_not_run_in_16_bits_is_suggested():
     found = amp.debug.suggest_fp32(model, torch.randn(2, 4, 8))
     assert found.modules == ["1"]
     assert "fp32_modules=['1']" in str(found)
+    assert found.notes == ("1 does not run in 16 bits.",)

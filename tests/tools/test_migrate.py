@@ -39,6 +39,8 @@ USES = [
     ("import apex.amp as mixed", "mixed.initialize"),
     ("from apex.amp import initialize", "initialize"),
     ("from apex.amp import initialize as prepare", "prepare"),
+    ("import apex; amp = apex.amp", "amp.initialize"),
+    ("from apex.amp import *", "initialize"),
 ]
 
 
@@ -126,7 +128,7 @@ def test_arguments_read_from_the_source_are_those_that_functions_take():
                 continue
             taken = inspect.signature(getattr(module, name)).parameters.values()
             positional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
-            assert read - {"self"} == {p.name for p in taken if p.kind not in positional}, name
+            assert read == [p.name for p in taken if p.kind not in positional], name
 
 
 def test_a_script_whose_names_all_exist_is_judged_without_torch(tmp_path):
@@ -209,6 +211,22 @@ from torch.nn.parallel import DistributedDataParallel as DDP
     raising = [text for kind, text in verdicts if kind == "not supported"]
     assert len(raising) == bool(message)
     assert all(text.startswith("Raises an error: ") and message in text for text in raising)
+
+
+POSITIONAL = [
+    ("amp.initialize(m, o, True, 'O2', keep_batchnorm_fp32=True)", ""),
+    ("amp.initialize(m, o, False, 'O6')", ""),
+    ("amp.initialize(m, o, *options, keep_batchnorm_fp32=True)", ""),
+    ("amp.initialize(m, o, True, 'O6')", "Unexpected optimization level 'O6'."),
+    ("FusedSGD(params, 0.1, 0.9, nesterov=True)", ""),
+    ("FusedSGD(params, 0.1, momentum, nesterov=True)", ""),
+    ("FusedAdam(params, 1e-3, True, (0.9, 0.999), 1e-8, True, 0.0, True)", "the AMSGrad variant"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), POSITIONAL)
+def test_arguments_by_position_count_as_those_by_name(call, message):
+    test_a_call_that_always_raises_is_not_supported_and_no_other(call, message)
 
 
 PLUGIN = "pytorch_lightning.plugins.ApexMixedPrecisionPlugin"

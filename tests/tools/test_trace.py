@@ -135,6 +135,27 @@ def test_threads_of_the_script_are_traced(trace):
     check(traced, cli.NOT_FINITE, "aten.exp in 1, forward", "step 1")
 
 
+def test_threads_of_the_script_are_measured_and_run_to_their_end(trace):
+    body = """
+        import threading
+        net = nn.Linear(4, 4).bfloat16()
+        optimizer = torch.optim.SGD(net.parameters(), 1e-6)
+        def work():
+            for _ in range(12):
+                optimizer.zero_grad()
+                ((net(torch.ones(2, 4).bfloat16()) + 1000) - 1000).float().mean().backward()
+                optimizer.step()
+            print("done")
+        worker = threading.Thread(target=work)
+        worker.start()
+        worker.join()
+    """
+    for option, said in (("--digits", "aten.sub outside the model"), ("--updates", "12 steps")):
+        traced = trace(body, options=[option])
+        check(traced, cli.NOT_FINITE, "done", said)
+        assert traced[2] == ""
+
+
 # -- loss scales -----------------------------------------------------------------------------------
 
 SCALED = """
@@ -162,6 +183,16 @@ APEX = """
         optimizer.step()
 """
 
+OLD = """
+    from apex.fp16_utils import FP16_Optimizer
+    net = nn.Linear(2, 2).half()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    optimizer = FP16_Optimizer(optimizer, dynamic_loss_scale=True, verbose=False)
+    for _ in range(6):
+        optimizer.zero_grad()
+        optimizer.backward(net(torch.ones(1, 2).half()).float().sum() * 3)
+        optimizer.step()
+"""
 
 HIGH = SCALED.format(scale=2.0**18)
 SCALES = {
@@ -169,6 +200,7 @@ SCALES = {
     "fused": (HIGH.replace("lr=1e-3", "lr=1e-3, fused=True"), "Healthy: 3 of 6 backward passes"),
     "a scale far too high": (SCALED.format(scale=2.0**40), "Not settled: 6 of 6 backward passes"),
     "amp": (APEX, "Healthy: 2 of 6 backward passes"),
+    "FP16_Optimizer": (OLD, "Healthy: 2 of 6 backward passes"),
 }
 
 

@@ -100,8 +100,11 @@ def is_readable(tensor: Tensor) -> bool:
     Not those of tensors that are sparse, on the meta device, fake, wrapped by torch.func, or of
     another class that runs operators in its own way, such as quantized weights.
     """
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return False
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if tensor.layout is not torch.strided or tensor.is_meta or is_wrapped(tensor):
         return False
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Returns whether a transform of torch.func wraps ``tensor``."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)

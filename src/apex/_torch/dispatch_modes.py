@@ -38,9 +38,10 @@ def suspend_modes(until: TorchDispatchMode | None = None) -> Iterator[None]:
             TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]
 
 
-def computes_shapes_only() -> bool:
-    """Returns whether operators run on fake tensors, as where DTensor propagates a sharding."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+def records_operators() -> bool:
+    """Returns whether operators run on fake tensors, as DTensor's, or ``make_fx`` records them."""
+    keys = torch._C._TorchDispatchModeKey
+    return any(map(torch._C._get_dispatch_mode, (keys.FAKE, keys.PROXY)))
 
 
 _OPERANDS = {"_fused_adam_": 5, "_fused_adamw_": 5, "_fused_sgd_": 3, "_fused_adagrad_": 3}

@@ -194,9 +194,9 @@ def _facts(birth: Birth) -> dict[str, Any]:
     if birth.steps and is_large and not birth.fits_fp32:
         grown = True
     true = birth.true or 0.0
-    shown = "more"
+    shown = ""  # beyond float64, or unknown
     if 0.0 < true < math.inf:
-        shown = f"{true:.5g}"
+        shown = f", {true:.5g},"
     names = birth.names
     if names:
         names = f" ({names})"

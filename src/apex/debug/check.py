@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -162,6 +163,16 @@ _MAY_STAY = 0.2
 """Share of the weights that may keep their value in a healthy training."""
 
 
+_Step = tuple[str, str, str]
+"""How a model trains, the line of a step, and the dtype of what it leaves unchanged."""
+
+
+def _step_of(optimizer: Optimizer, tensor: Tensor) -> _Step:
+    prepared = prepared_state(optimizer)
+    way = "plain" if prepared is None else prepared.session.policy.opt_level
+    return way, innermost_line(), dtypes.name(tensor.dtype)
+
+
 class FrozenUpdates:
     """A context that counts the weights that stay, in all steps of one optimizer or of all.
 
@@ -181,15 +192,13 @@ class FrozenUpdates:
         # The optimizer whose steps count; None counts the steps of all.
         self._only = optimizer
         self._steps = 0
-        # For the report: how the model trains, and the line of the first step.
-        self._level = "plain"
-        self._line = ""
-        # Names of the dtypes of weights and averages that stayed.
-        self._stayed: set[str] = set()
-        # A beta with which an average in 16 bits cannot fall; 0 if there is none.
-        self._beta = 0.0
-        # Between the hooks of a step: each parameter, its value before and its intended value.
-        self._wanted: list[tuple[Tensor, Tensor, Tensor]] = []
+        # Number of weights that stayed, by the step.
+        self._stayed = Counter[_Step]()
+        # A beta with which an average in 16 bits cannot fall, and the step; None without one.
+        self._average: tuple[float, _Step] | None = None
+        # Between the hooks of a step, where the copy of another context may step: the optimizer's
+        # parameters, their values before and their intended values.
+        self._wanted: dict[Optimizer, list[tuple[nn.Parameter, Tensor, Tensor]]] = {}
         self._hooks = ExitStack()
 
     def __enter__(self) -> FrozenUpdates:
@@ -210,10 +219,6 @@ class FrozenUpdates:
         if self.busy or self._only not in (None, optimizer):  # a copy steps, or another optimizer
             return
         self._steps += 1
-        prepared = prepared_state(optimizer)
-        if prepared is not None:
-            self._level = prepared.session.policy.opt_level
-        self._line = self._line or innermost_line()
         wide = {param: _widened(param) for param in params_of(optimizer)}
         self.busy = True
         try:
@@ -227,9 +232,11 @@ class FrozenUpdates:
             self.busy = False
         for group in optimizer.param_groups:
             self._check_average(optimizer, group)
+        wanted = []
         for param, wider in wide.items():
             if param.grad is not None:
-                self._wanted.append((param, param.detach().clone(), wider.detach()))
+                wanted.append((param, param.detach().clone(), wider.detach()))
+        self._wanted = {optimizer: wanted}
 
     def _check_average(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Records a beta that rounds to 1 in the dtype of the squared gradients' average."""
@@ -241,21 +248,18 @@ class FrozenUpdates:
                 continue
             eps = torch.finfo(average.dtype).eps
             if 1.0 - beta < eps / 4:
-                self._beta = beta
-                self._stayed.add(dtypes.name(average.dtype))
+                self._average = beta, _step_of(optimizer, average)
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         """Counts the weights after the step."""
-        for param, old, wanted in self._wanted:
+        for param, old, wanted in self._wanted.pop(optimizer, ()):
             differs = wanted != old.to(wanted.dtype)
             moves = differs & torch.isfinite(wanted)
             stays = moves & (param.detach() == old)
             frozen = int(stays.count_nonzero())  # sync: a diagnosis on request
             self.wanted += int(moves.count_nonzero())  # sync: as above
             self.frozen += frozen
-            if frozen:
-                self._stayed.add(dtypes.name(param.dtype))
-        self._wanted = []
+            self._stayed[_step_of(optimizer, param)] += frozen
 
     @property
     def worst(self) -> Finding | None:
@@ -263,22 +267,23 @@ class FrozenUpdates:
         if self.share > _MAY_STAY:
             section = "frozen"
             what = self._counts
-        elif self._beta:
+            step, _ = max(self._stayed.items(), key=itemgetter(1))
+        elif self._average is not None:
             section = "an average that cannot fall"
-            what = f"the optimizer's exp_avg_sq cannot fall: a decay of {self._beta:g} rounds to 1"
+            beta, step = self._average
+            what = f"the optimizer's exp_avg_sq cannot fall: a decay of {beta:g} rounds to 1"
         else:
             return None
-        stayed = ", ".join(sorted(self._stayed))
-        ways = remedies(section, self._level)
+        way, line, dtype = step
         return Finding(
             module="",
             inside=False,
             direction="forward",
-            location=self._line,
+            location=line,
             op="step",
             kind="frozen",
-            what=f"{what} ({stayed})",
-            **explained(section, ways, cause="frozen", dtype=stayed),
+            what=f"{what} ({dtype})",
+            **explained(section, remedies(section, way), cause="frozen", dtype=dtype),
         )
 
     @property
@@ -309,8 +314,9 @@ class FrozenUpdates:
             lines.append(f"Updates arrive: {self._counts}.")
         elif not self.errors:
             lines.append(
-                f"No weight was to move in {counted(self._steps, 'step')}: the gradients were 0, "
-                "None or not finite. `apex trace --updates` names where they end."
+                f"No weight was to move in {counted(self._steps, 'step')}: the learning "
+                "rate was 0, or the gradients were 0, None or not finite. `apex trace --updates` "
+                "names where gradients end."
             )
         lines += [f"{name} has no verdict: {error}" for name, error in self.errors.items()]
         return "\n".join(lines)

@@ -11,7 +11,7 @@ from apex._core.param_groups import params_of
 from apex._torch.dispatch_modes import suspend_modes
 from apex.debug.common import listed
 from apex.debug.place import Place
-from apex.debug.tracing import Call, Trace, floating
+from apex.debug.tracing import Call, Trace, dense, floating
 
 _BEFORE = "What comes before it is data, detached, frozen, or an integer."
 
@@ -65,7 +65,7 @@ class GradientEnds(Trace):
         is_forward = self._tracker.direction == "forward"
         if is_forward or not gradients or self._has_gradients:
             return
-        is_zero = not any(gradient.norm() for gradient in gradients)  # sync: a diagnosis on request
+        is_zero = not _has_values(gradients)
         target = self._tracker.accumulating
         if target is not None:
             if not is_zero:
@@ -83,5 +83,9 @@ class GradientEnds(Trace):
         self._has_stepped = True
         with suspend_modes():
             gradients = [param.grad for param in params_of(optimizer)]
-            # sync: a diagnosis on request
-            self._has_gradients |= any(gradient.norm() for gradient in floating(gradients))
+            self._has_gradients |= _has_values(gradients)
+
+
+def _has_values(gradients: Any) -> bool:
+    """Returns whether a gradient is not 0."""
+    return any(dense(gradient).norm() for gradient in floating(gradients))  # sync: a diagnosis

@@ -19,7 +19,7 @@ from apex._torch import ranks
 from apex.debug import tracing
 from apex.debug.births import FATEFUL, Birth, Births
 from apex.debug.causes import finding_of
-from apex.debug.common import Held, held_by, listed, to_json
+from apex.debug.common import Held, counted, held_by, listed, to_json
 from apex.debug.place import Finding, node_name, owner_of, runs_in_scaler
 from apex.debug.scaled import ScaledGradients
 from apex.debug.tracing import ByMemory, Call, Trace, floating, kind_of
@@ -175,7 +175,7 @@ class OverflowTrace(Trace):
         if not self._births.time:
             return self._nothing
         if first is None:
-            return f"No overflow: {self._births.time} operators traced, no fault."
+            return f"No overflow: {counted(self._births.time, 'operator')} traced, no fault."
         lines = [headed(first), *hit_lines(first, self.gradients)]
         return "\n".join(lines)
 
@@ -397,8 +397,10 @@ class OverflowTrace(Trace):
         if cause in ("constant", "update"):
             number = _number(call)
         measured: dict[str, Any] = {}
-        if not deliberate and not self._in_step:
+        if not deliberate and not self._in_step:  # a mask would cost a pass over all weights
             measured = self._measured(observed, cause)
+            measured["grown"] = self._largest_weight > _GROWTH * self._first_largest
+            measured["heaviest"] = self._heaviest_weight(call)
         scale, dynamic = self._scaled.loss_scale if is_backward else (1.0, False)
         largest = tracing.real(tracing.dense(bad)).amax()
         cause, names, unwritten = self._named_weights(cause, bad, place.module)
@@ -418,8 +420,6 @@ class OverflowTrace(Trace):
             names=names,
             unwritten=unwritten,
             eps=self._eps,
-            grown=self._largest_weight > _GROWTH * self._first_largest,
-            heaviest=self._heaviest_weight(call),
             scale=scale,
             dynamic=dynamic,
             # A norm of scaled gradients may overflow. It is a fault only if a result is non-finite.
@@ -452,9 +452,9 @@ class OverflowTrace(Trace):
     def _named_weights(self, cause: str, bad: Tensor, module: str) -> tuple[str, str, bool]:
         """Returns the cause, the names of its weights, and whether nothing has written them."""
         names = ""
-        held = self._held().of(bad)
-        if cause == "weights" and held is not None:
-            names = held.name
+        if cause == "weights":
+            held = self._held().of(bad)
+            names = "" if held is None else held.name
         if cause in ("", "weights"):
             unwritten = []
             for name, role, value in held_by(self._tracker.models, self._optimizers):

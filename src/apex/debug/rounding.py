@@ -16,7 +16,7 @@ from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.parameters import without_functions
 from apex.debug import rules, tracing
 from apex.debug.causes import explained, in_fp32, module_in_fp32, remedies, section_of
-from apex.debug.common import held_by, listed, to_json
+from apex.debug.common import counted, held_by, listed, to_json
 from apex.debug.ends import GradientEnds
 from apex.debug.place import Finding, Place
 from apex.debug.shadows import (
@@ -207,8 +207,11 @@ class RoundingTrace(GradientEnds):
         if not self._seen:
             return self._nothing
         if not self.operators and not self.skipped:
-            return f"Nothing to judge: none of {self._seen} operators computed in 16 bits."
-        text = f"No digits lost: {self.operators} operators traced, all within tolerance"
+            return (
+                f"Nothing to judge: none of {counted(self._seen, 'operator')} computed in 16 bits."
+            )
+        operators = counted(self.operators, "operator")
+        text = f"No digits lost: {operators} traced, all within tolerance"
         if self.skipped:
             text = f"{text}; {len(self.skipped)} without a verdict"
         return f"{text}."
@@ -295,10 +298,10 @@ class RoundingTrace(GradientEnds):
         results = Results(call, result, self._tracker.place)
         if results.overflows:
             self._skip(call.name, _OVERFLOW)
-        for verdict in results.verdicts():
-            if verdict.error > verdict.tolerance:
-                self._lose(call, verdict)
-        results.write_to(self._shadows)
+        lost = [verdict for verdict in results.verdicts() if verdict.error > verdict.tolerance]
+        for verdict in lost:
+            self._lose(call, verdict)
+        results.write_to(self._shadows, is_lost=bool(lost))
 
     def _check_integers(self, call: Call, result: Tensor) -> None:
         """Records a cast to integers of whole numbers, such as token ids, that 16 bits rounded."""

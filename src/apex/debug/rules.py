@@ -268,12 +268,12 @@ def least_sizes(in_fp32: Call) -> list[float]:
     name = in_fp32.base
     if name in _SUMS | _IN_PLACE_SUMS:
         sums = in_fp32.mapped(_absolute).run()
-        return [norm(total) for total in tree.tensors(sums)]
+        return [_size(total) for total in tree.tensors(sums)]
     if name == "softmax_backward_data":
         gradient, output = in_fp32.args[:2]
-        return [norm(gradient * output)]
+        return [_size(gradient * output)]
     if name == "log_softmax_backward_data":
-        return [norm(in_fp32.args[0])]
+        return [_size(in_fp32.args[0])]
     if name in _NORM_BACKWARDS:
         named = in_fp32.named
         gain = 1.0
@@ -281,9 +281,14 @@ def least_sizes(in_fp32: Call) -> list[float]:
             values = named[factor]
             if values is not None:
                 gain *= norm(values) / math.sqrt(max(1, values.numel()))
-        gradient = norm(in_fp32.args[0])
+        gradient = _size(in_fp32.args[0])
         return [gradient * gain, gradient, gradient]
     return []
+
+
+def _size(terms: Tensor) -> float:
+    """Returns the norm without what overflowed."""
+    return norm(torch.nan_to_num(terms, 0.0, 0.0, 0.0))
 
 
 def _absolute(argument: Any) -> Any:

@@ -78,7 +78,7 @@ class ScaledGradients:
         if compares or call.base == "local_scalar_dense":
             return "reading"
         if not changed:
-            self._scales.note(result, scale)
+            self._scales.note(tracing.outputs(call, result), scale)
         if not self._mixes(call, changed):
             return ""
         is_penalty = call.base in DIFFERENCES and not changed

@@ -107,6 +107,7 @@ def suggest_fp32(
         if trials.run(fewer) <= limit:
             modules = fewer
     modules = list(dict.fromkeys([*trials.required, *modules]))
+    notes += [f"{name} does not run in 16 bits." for name in trials.required]
     return Suggestion(
         modules=modules,
         error_before=before,
@@ -127,7 +128,8 @@ class Suggestion:
         modules: Names for ``fp32_modules``.
         error_before: Error of the gradients at O5; NaN if one overflows.
         error_after: Error with ``modules`` in fp32.
-        notes: The operators that no choice of modules repairs, and those without a verdict.
+        notes: The operators that no choice of modules repairs, those without a verdict, and the
+            modules that do not run in 16 bits.
     """
 
     modules: list[str]

@@ -26,8 +26,8 @@ from apex._core import dtypes
 from apex._engine.conversion.state import state_of
 from apex._torch import dtensor, ranks
 from apex._torch.autograd import backward_id
-from apex._torch.copies import capturing
-from apex._torch.dispatch_modes import computes_shapes_only, receives, written_arguments
+from apex._torch.copies import capturing, is_wrapped
+from apex._torch.dispatch_modes import receives, records_operators, written_arguments
 from apex._torch.sparse import stored_values, with_memory
 from apex.debug.common import eager
 from apex.debug.place import Tracker
@@ -201,7 +201,7 @@ def operator_name(op: str) -> str:
 class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows operators on plain tensors to a trace, in the process that entered it."""
 
-    # Their bodies consist of operators, which are traced.
+    # Such as `torch.cond`, whose branches are not traced.
     supports_higher_order_operators = True
 
     def __init__(self, trace: Trace) -> None:
@@ -214,7 +214,7 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         is_forked = os.getpid() != self._process  # such as a data loader's worker
-        if is_forked or computes_shapes_only():
+        if is_forked or records_operators():
             return func(*args, **kwargs)
         # A tensor class such as DTensor redispatches the operators on its inner tensors.
         plain = Tensor.__torch_dispatch__
@@ -356,7 +356,7 @@ class Values:
     @property
     def largest(self) -> float:
         """Largest finite absolute value."""
-        return max(-self.low, self.high)
+        return max(abs(self.low), abs(self.high))
 
     def __str__(self) -> str:
         span = f"{self.low:.4g}"
@@ -385,7 +385,7 @@ def is_checked(tensor: Tensor) -> bool:
 
     Nested tensors, which few operators take, are not checked.
     """
-    has_values = tensor.device.type != "meta" and not is_lazy(tensor)
+    has_values = tensor.device.type != "meta" and not is_lazy(tensor) and not is_wrapped(tensor)
     return has_values and tensor.dtype in WIDE and not tensor.is_nested
 
 

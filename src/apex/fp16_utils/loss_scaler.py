@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from apex._core import arguments
@@ -21,12 +22,22 @@ def _are_non_finite(*tensors: Tensor) -> bool:
     return bool(any_non_finite(values, values[0].device))  # sync: the caller asks for a host value
 
 
+def scaled(loss: Tensor, scale: float, *, dynamic: bool) -> Tensor:
+    """Returns a loss times its scale: a tensor, by which traces recognize a dynamic scale."""
+    if dynamic:
+        return loss * torch.full((), scale, dtype=torch.float32, device=loss.device)
+    return loss * scale
+
+
 class LossScaler:
     """A static loss scale.
 
     Attributes:
         cur_scale: The scale (multiplier).
+        dynamic: Whether the scale reacts to overflows.
     """
+
+    dynamic = False
 
     def __init__(self, scale: float = 1) -> None:
         """Sets the scale.
@@ -57,7 +68,8 @@ class LossScaler:
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Runs the backward pass of the loss times the scale."""
         arguments.loss("LossScaler.backward", loss)
-        (loss * self.cur_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        scaled_loss = scaled(loss, self.cur_scale, dynamic=self.dynamic)
+        scaled_loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
 
 class DynamicLossScaler(LossScaler):
@@ -72,7 +84,6 @@ class DynamicLossScaler(LossScaler):
         last_overflow_iter: Number of the last update with an overflow; -1 for none.
         scale_factor: Growth factor; its inverse is the backoff factor.
         scale_window: Clean steps before growth.
-        dynamic: Whether the scale reacts to overflows.
         min_loss_scale: Smallest dynamic scale; ``None`` for the smallest normal fp32.
         max_loss_scale: Largest dynamic scale; ``None`` for the largest fp32.
     """

@@ -19,7 +19,7 @@ from apex._engine.optimizer.subclass import prepared_state
 from apex._torch.dtensor import values_of
 from apex._torch.foreach import unscale_, unscale_and_check_
 from apex.fp16_utils.fp16util import master_params_to_model_params, model_grads_to_master_grads
-from apex.fp16_utils.loss_scaler import DynamicLossScaler
+from apex.fp16_utils.loss_scaler import DynamicLossScaler, scaled
 
 _log = logging.getLogger("apex")
 
@@ -207,7 +207,7 @@ class MasterWrapper:
             unscale_(values_of(self.all_fp32_from_fp32_params), scale)
         self._scale = scale
         self._pending = True
-        scaled_loss = loss.float() * scale
+        scaled_loss = scaled(loss.float(), scale, dynamic=self.loss_scaler.dynamic)
         torch.autograd.backward(scaled_loss, retain_graph=retain_graph)
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from apex.debug.causes import finding_of
 from apex.debug.overflow import OverflowTrace
 from apex.debug.place import Finding
-from apex.debug.tracing import Call, Mode
+from apex.debug.tracing import Call, Mode, Trace
 
 importlib.import_module("torch._dynamo")  # so that functions compiled later run eagerly
 
@@ -64,13 +65,8 @@ class ScriptTrace(OverflowTrace):
     def __enter__(self) -> ScriptTrace:
         """Starts tracing this thread, and those that the program starts with ``threading``."""
         super().__enter__()
-        self._hooks.callback(threading.setprofile, threading.getprofile())
-        threading.setprofile(self._enter_thread)
+        trace_threads(self, self._hooks)
         return self
-
-    def _enter_thread(self, *_: Any) -> None:
-        sys.setprofile(None)
-        Mode(self).__enter__()  # type: ignore[no-untyped-call]
 
     @property
     def first(self) -> Finding | None:
@@ -104,3 +100,14 @@ class ScriptTrace(OverflowTrace):
         if self._is_reported:
             return None
         return super()._before(call)
+
+
+def trace_threads(trace: Trace, until: ExitStack) -> None:
+    """Traces the threads that the program starts with ``threading``, too."""
+
+    def enter(*_: Any) -> None:
+        sys.setprofile(None)
+        Mode(trace).__enter__()  # type: ignore[no-untyped-call]
+
+    until.callback(threading.setprofile, threading.getprofile())
+    threading.setprofile(enter)

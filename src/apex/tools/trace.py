@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import textwrap
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from apex.debug.ends import GradientEnds
 from apex.debug.overflow import headed, hit_lines
 from apex.debug.rounding import RoundingTrace
 from apex.tools.script import Ending, FaultFound, Script
-from apex.tools.script_trace import ScriptTrace, Seen
+from apex.tools.script_trace import ScriptTrace, Seen, trace_threads
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
         if isinstance(measuring, FrozenUpdates) and measuring.busy:
             return
         steps += 1
-        if steps == _STEPS and not keep_going:
+        is_main = threading.current_thread() is threading.main_thread()
+        if steps >= _STEPS and is_main and not keep_going:
             raise FaultFound
 
     measuring: Any
@@ -80,6 +82,7 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
             ends = GradientEnds()
             measuring = until_end.enter_context(FrozenUpdates())
         until_end.enter_context(ends)
+        trace_threads(ends, until_end)
         until_end.callback(register_optimizer_step_post_hook(count).remove)
         ending = script.run()
     has_fault = bool(measuring.worst or ends.cut_off)

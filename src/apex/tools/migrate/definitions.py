@@ -75,14 +75,14 @@ def _file(module: str) -> Path | None:
     return None
 
 
-def parameters(definition: Definition) -> frozenset[str] | None:
+def parameters(definition: Definition) -> list[str] | None:
     """Returns the names of a function's or a class's arguments; None if any name is accepted."""
     node = definition.node
     if isinstance(node, ast.FunctionDef):
         if node.args.kwarg is not None:
             return None
         arguments = [*node.args.args, *node.args.kwonlyargs]
-        return frozenset(argument.arg for argument in arguments)
+        return [argument.arg for argument in arguments if argument.arg != "self"]
     if not isinstance(node, ast.ClassDef) or len(node.bases) > 1:
         return None
     for statement in node.body:

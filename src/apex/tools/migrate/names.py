@@ -8,7 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from apex.tools.migrate.definitions import ROOTS, is_of_apex
+from apex.tools.migrate.definitions import (
+    ROOTS,
+    bindings,
+    definition_of,
+    is_of_apex,
+    parameters,
+)
 from apex.tools.migrate.notes import (
     GONE,
     LOAD,
@@ -30,7 +36,7 @@ class Name:
     Attributes:
         name: The name.
         line: From 1.
-        keywords: Keyword arguments of the call.
+        keywords: Arguments of the call by name, but for the first, an object.
         values: The values of those that are literals.
     """
 
@@ -80,13 +86,13 @@ class _Visitor(ast.NodeVisitor):
         # Variables that hold a model wrapped for parallel training.
         self._wrapped: set[str] = set()
         self._full_names = _full_names(ast.walk(tree))
-        # The keyword arguments of the call of each function.
-        self._keywords: dict[ast.expr, list[ast.keyword]] = {}
+        # The call of each function.
+        self._calls: dict[ast.expr, ast.Call] = {}
 
     def _add(self, name: str, node: ast.expr) -> None:
         if name in ROOTS:  # as in `apex is None`
             return
-        keywords = self._keywords.get(node, [])
+        keywords = self._keywords_of(name, node)
         names = [keyword.arg for keyword in keywords]
         values: dict[Any, Any] = {}
         for keyword in keywords:
@@ -96,6 +102,20 @@ class _Visitor(ast.NodeVisitor):
             values = {}
         line = node.end_lineno or node.lineno
         self.uses.append(Name(name, line, tuple(filter(None, names)), values))
+
+    def _keywords_of(self, name: str, node: ast.expr) -> list[ast.keyword]:
+        """Returns the arguments of a function's call by name, but for the first, an object."""
+        call = self._calls.get(node)
+        if call is None:
+            return []
+        keywords = [*call.keywords]
+        accepted = parameters(definition_of(name)) or []
+        for position, value in enumerate(call.args):
+            if isinstance(value, ast.Starred):
+                keywords.append(ast.keyword(None, value))
+            elif 0 < position < len(accepted):
+                keywords.append(ast.keyword(accepted[position], value))
+        return keywords
 
     def _visit_function(self, node: Any) -> None:
         outer = self._full_names
@@ -123,14 +143,17 @@ class _Visitor(ast.NodeVisitor):
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self.generic_visit(node)
+        full_name = self._full_name(node.value)
         for target in node.targets:
             if isinstance(target, ast.Name):
+                if is_of_apex(full_name):  # as in ``amp = apex.amp``
+                    self._full_names[target.id] = full_name
                 self._wrapped.discard(target.id)
                 if self._wraps(node.value):
                     self._wrapped.add(target.id)
 
     def visit_Call(self, node: ast.Call) -> None:
-        self._keywords[node.func] = node.keywords
+        self._calls[node.func] = node
         self.uses += [Name(call, node.lineno) for call in self._noted_calls(node)]
         self.generic_visit(node)
 
@@ -197,16 +220,20 @@ def _full_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
     If there are several imports (``try`` and ``except``), apex's wins.
     """
     full_names = {}
+    from_stars: dict[str, str] = {}
     for node in nodes:
         for name, bound in bound_by(node):
             full_name = ""
             if isinstance(bound, Imported) and bound.module:
                 full_name = str(bound)
-            if is_of_apex(full_name):
+            if name == "*" and is_of_apex(full_name):
+                module = full_name.removesuffix(".*")
+                from_stars |= {public: f"{module}.{public}" for public in bindings(module)}
+            elif is_of_apex(full_name):
                 full_names[name] = full_name
             else:
                 full_names.setdefault(name, full_name)
-    return full_names
+    return from_stars | full_names
 
 
 def _is_noted(name: str) -> bool:

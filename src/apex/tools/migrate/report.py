@@ -63,7 +63,7 @@ class Migration:
             lines = [file, *_rows(uses)]
             parts.append("\n".join(lines))
         if self.not_read:
-            lines = ["{file}: {reason}".format_map(unread) for unread in self.not_read]
+            lines = ["{file} {reason}".format_map(unread) for unread in self.not_read]
             parts.append("\n".join(lines))
         works, note, fails = self.counts.values()
         parts.append(

@@ -77,7 +77,7 @@ def _check_initialize(use: Name) -> None:
     values = dict(use.values)
     level = values.pop("opt_level", "O1")
     is_unknown = "opt_level" in use.keywords and "opt_level" not in use.values
-    if is_unknown or values.pop("enabled", True) is not True:
+    if is_unknown or values.pop("enabled", True) in (False, "False"):
         return
     levels = bindings("apex.amp.properties")  # read from the source, without torch
     if not values and isinstance(level, str) and level in levels:
