@@ -45,6 +45,9 @@ def test_unused_parameters_are_found(on_two_ranks, level):
     cases.assert_trained_alike(first, optimizer, level)
 
 
+# -- parameters that a wrapper ignores -------------------------------------------------------
+
+
 def change_of_an_own_part(rank, level):
     """Greatest change in one step of a layer that each rank has for itself."""
     model = loops.net()
@@ -61,6 +64,57 @@ def change_of_an_own_part(rank, level):
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_parameters_that_a_wrapper_ignores_stay_each_ranks_own(on_two_ranks, level):
     assert 0.0 < max(on_two_ranks(change_of_an_own_part, level)) < 0.05
+
+
+# -- gradients that a kernel makes in fp32 ---------------------------------------------------
+
+
+class Fp32Grads(torch.autograd.Function):
+    """A linear function whose weight gets a gradient in fp32, as from oneDNN's LSTM."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return None, grad.float().t() @ x.float()
+
+
+class Fp32GradsNet(nn.Linear):
+    def forward(self, x):
+        return Fp32Grads.apply(x, self.weight)
+
+
+def train_fp32_grads(model, optimizer, batch_at):
+    for step in range(2):
+        for index in (2 * step, 2 * step + 1):  # the second pass begins beside an fp32 gradient
+            loops.backward(model, optimizer, *batch_at(index))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def fp32_grads_net(level):
+    torch.manual_seed(3)
+    return cases.initialized(level, Fp32GradsNet(4, 2, bias=False))
+
+
+def train_fp32_grads_on_ranks(rank, level):
+    model, optimizer = fp32_grads_net(level)
+    parallel = DistributedDataParallel(model)
+    train_fp32_grads(parallel, optimizer, lambda index: cases.rank_batch(rank, index))
+    model.weight.grad = torch.zeros(2, 4)  # in fp32, as after any pass
+    return cases.state(parallel, optimizer)
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_gradients_that_a_kernel_makes_in_fp32_are_sent_in_16_bits(on_two_ranks, level):
+    first = cases.alike(on_two_ranks(train_fp32_grads_on_ranks, level))
+    model, optimizer = fp32_grads_net(level)
+    train_fp32_grads(model, optimizer, cases.joined)
+    cases.assert_trained_alike(first, optimizer, level)
 
 
 # -- synchronized batch norm -----------------------------------------------------------------

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from apex._core.op_table import AutocastSpec
 from apex._engine.autocast.ambient import follow_sessions
 from apex._engine.autocast.backward import BackwardAutocast
-from apex._engine.masters import remove_grads
+from apex._engine.masters import remove_new_grads
 from apex._engine.optimizer.prepared import (
     PreparedOptimizer,
     grads_of,
@@ -116,7 +116,7 @@ class BackwardPass:
         self._lenders: list[PreparedOptimizer] = []
         # Parameters that no optimizer steps, and their gradients from before the block.
         self._unowned: list[nn.Parameter] = []
-        self._stash = Stash()
+        self.stash = Stash()
         # The scale of this pass, which updates do not change.
         self._scale: Tensor | float = 1.0
         # Whether a CUDA graph captures the block: it may not be finished outside of the graph.
@@ -227,7 +227,7 @@ class BackwardPass:
         for lender in lenders:
             lender.lend_to(self, in_place=lender in self._adding)
             self._lenders.append(lender)
-        self._stash.put_aside(unowned, self.session.reuses_grad)
+        self.stash.put_aside(unowned, self.session.reuses_grad)
         self._unowned = unowned
 
     def _is_left(self, prepared: PreparedOptimizer) -> bool:
@@ -274,10 +274,10 @@ class BackwardPass:
     def _end_loans(self, *, failed: bool = False) -> None:
         """Gives back all gradients that were lent; without the pass's own if it ``failed``."""
         if failed:
-            remove_grads(self._unowned)
+            remove_new_grads(self._unowned)
             for lender in self._lenders:
                 if lender not in self._adding:
-                    lender.remove_grads()
+                    remove_new_grads(lender.trained_params())
         while self._lenders:
             self.give_back(self._lenders[-1])
         if not self._unowned:
@@ -288,7 +288,7 @@ class BackwardPass:
                 # No step of a prepared optimizer would skip them.
                 for value in dtensor.values_of(self._unowned):
                     value.masked_fill_(moved(overflow, value.device) != 0, 0.0)
-            self._stash.give_back(self.session.masters.pair_of)
+            self.stash.give_back(self.session.masters.pair_of)
         self._unowned = []
 
     def backward(self, *_: object, **__: object) -> NoReturn:
@@ -432,7 +432,7 @@ class BackwardPass:
         """Drops the gradients of a pass that failed, and returns those from before."""
         for prepared in self.prepared_optimizers:
             if self.scaled and prepared.unfinished_pass is self:  # else it has not lost its own
-                prepared.remove_grads()
+                remove_new_grads(prepared.trained_params())
             prepared.stash.remove_new()
         for prepared in self.prepared_optimizers:
             prepared.give_back()

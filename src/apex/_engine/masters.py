@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
@@ -44,6 +45,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex._core import dtypes, rounding
 from apex._torch import dtensor, foreach, parameters, processes, ranks
+from apex._torch.autograd import at_end_of_pass
 from apex._torch.dynamo import untraced
 from apex._torch.modules import named_parameters
 from apex._torch.parameters import (
@@ -466,6 +468,18 @@ def narrow_grads(pairs: Iterable[MasterPair]) -> None:
                 _replace_grad(pair.model, grad.to(pair.model.dtype))
 
 
+def keep_narrow(pairs: Sequence[MasterPair]) -> None:
+    """Has autograd round gradients to 16 bits, until the end of the pass that runs."""
+    for pair in pairs:
+        pair.model.grad_dtype = pair.model.dtype
+    at_end_of_pass(functools.partial(_allow_wide, pairs))
+
+
+def _allow_wide(pairs: Iterable[MasterPair]) -> None:
+    for pair in pairs:
+        pair.model.grad_dtype = None
+
+
 def mark_zeros(pairs: Iterable[MasterPair]) -> None:
     """Records that the gradients that are left are zero; makes dense ones 16-bit."""
     for pair in pairs:
@@ -487,6 +501,17 @@ def remove_grads(params: Iterable[nn.Parameter]) -> None:
     with without_overrides():
         for param in params:
             param.grad = None
+
+
+def remove_new_grads(params: Iterable[nn.Parameter]) -> None:
+    """Removes gradients that a pass made; those that it added to zeros are zero again."""
+    with without_overrides():
+        for param in params:
+            grad = param.grad
+            if grad is not None and hasattr(grad, _ZERO):
+                vars(grad)[_ZERO] = grad.zero_()._version
+            else:
+                param.grad = None
 
 
 def without_grad(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -24,14 +24,20 @@ from apex._engine.autocast.ambient import (
 from apex._engine.autocast.kernels import tag_caches
 from apex._engine.autocast.region import AmbientRegion, AutocastRegion, Region
 from apex._engine.autocast.user_functions import UserRegistry
-from apex._engine.masters import MasterPair, MasterTable, narrow_grads, widen_nonzero_grads
+from apex._engine.masters import (
+    MasterPair,
+    MasterTable,
+    keep_narrow,
+    narrow_grads,
+    widen_nonzero_grads,
+)
 from apex._engine.observer import Observer
 from apex._engine.registry import Registry
 from apex._engine.scaler import scaler_for
 from apex._engine.wrappers import Wrapper
 from apex._engine.wrappers.ddp import DDPWrappers
 from apex._engine.wrappers.fsdp import Shards
-from apex._torch.autograd import autocast_depth, is_transformed
+from apex._torch.autograd import autocast_depth, backward_id, is_transformed
 from apex._torch.dynamo import untraced
 
 STATE = "_apex_state"
@@ -177,6 +183,8 @@ class Session:
             return
         if self.under_ddp and self.shares_grads([pair.model for pair in pairs]):
             narrow_grads(pairs)
+            if backward_id() != -1:
+                keep_narrow(pairs)
         else:
             widen_nonzero_grads(pairs)
 

@@ -71,10 +71,11 @@ class Stash:
                 if param.grad is not None:
                     params.append(param)
                     grads.append(param.grad)
-                param.grad = values
                 pair = pair_of(param)
                 if pair is not None:
                     pairs.append(pair)
+                    param.grad_dtype = None  # a pass under DistributedDataParallel may have failed
+                param.grad = values
             widen_grads(pairs)
             add_grads(params, grads)
             for param, grad, values in entries:

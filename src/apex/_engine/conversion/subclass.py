@@ -193,9 +193,10 @@ class _Method:
             raise RuntimeError(_ONNX)
         state = _own_state(model)
         reader = sys._getframe(1)
-        state.use(reader)
         if averages(reader):
+            state.use()
             return lambda: map(state.session.masters.in_fp32, function(model))
+        state.use(reader)
         return MethodType(function, model)
 
 

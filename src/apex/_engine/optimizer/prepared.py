@@ -43,6 +43,9 @@ class Pass(Protocol):
     scaled: bool
     """Whether gradients are multiplied by a loss scale until it ends."""
 
+    stash: Stash
+    """Earlier gradients of parameters that no optimizer steps."""
+
     @property
     def is_open(self) -> bool:
         """Whether its block has been entered and not left."""
@@ -248,10 +251,6 @@ class PreparedOptimizer:
         """Adds the gradients that were put aside; returns whether there are some."""
         return self.stash.give_back(self.masters.pair_of)
 
-    def remove_grads(self) -> None:
-        """Removes all gradients."""
-        masters.remove_grads(self.trained_params())
-
     def forget_cleared(self, cleared: set[int]) -> None:
         """Forgets what unfinished passes hold for parameters, by ``id``, that were cleared.
 
@@ -259,6 +258,8 @@ class PreparedOptimizer:
         """
         self.stash.drop(cleared)
         delayed = self.unfinished_pass
+        if delayed is not None:
+            delayed.stash.drop(cleared)
         is_delayed = delayed is not None and not delayed.is_open
         if not (is_delayed or self.overflow_of_others is not None):
             return
@@ -311,7 +312,7 @@ class PreparedOptimizer:
         self.settle_overflow(takes=True)
         if not self.overflow.is_raised():
             return False
-        self.remove_grads()
+        masters.remove_grads(self.trained_params())
         self.overflow.consume(skipped=False)
         return True
 

@@ -298,7 +298,7 @@ class Writes:
         return is_written
 
     def check_average(self, reader: FrameType) -> None:
-        """Logs the fix of torch's error about ``lerp_`` between fp32 and 16 bits.
+        """Logs how to average in fp32: torch's ``lerp_`` takes no fp32 and 16 bits together.
 
         ``reader`` is the frame that reads the model's parameters.
         """
@@ -310,8 +310,8 @@ class Writes:
         if any("lerp" in name for name in names):
             self.tell(
                 "lerp",
-                "amp: lerp_ from the 16-bit weights of a prepared model to its fp32 copy would "
-                "raise. %s",
+                "amp: an average by lerp_ of the 16-bit weights of a prepared model raises an "
+                "error, or loses small updates. %s",
                 _AVERAGE,
             )
 
