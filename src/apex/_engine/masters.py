@@ -508,7 +508,7 @@ def remove_new_grads(params: Iterable[nn.Parameter]) -> None:
     with without_overrides():
         for param in params:
             grad = param.grad
-            if grad is not None and hasattr(grad, _ZERO):
+            if grad is not None and _ZERO in vars(grad):
                 vars(grad)[_ZERO] = grad.zero_()._version
             else:
                 param.grad = None
