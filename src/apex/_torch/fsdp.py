@@ -77,7 +77,7 @@ def multiply_unsent(groups: Iterable[Any], factor: Tensor | float, *, sends: boo
                 if TORCH_VERSION < (2, 15):
                     dtype = param.reduce_dtype or whole.dtype
                     param.unsharded_accumulated_grad = product.to(dtype) if sends else product
-                else:
+                else:  # passes add to the gathered parameter's own gradient
                     whole.grad_dtype = param.unsharded_grad_dtype if sends else None
                     whole.grad = product.to(whole.grad_dtype or product.dtype)
 

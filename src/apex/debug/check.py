@@ -259,7 +259,8 @@ class FrozenUpdates:
             frozen = int(stays.count_nonzero())  # sync: a diagnosis on request
             self.wanted += int(moves.count_nonzero())  # sync: as above
             self.frozen += frozen
-            self._stayed[_step_of(optimizer, param)] += frozen
+            if frozen:
+                self._stayed[_step_of(optimizer, param)] += frozen
 
     @property
     def worst(self) -> Finding | None:

@@ -467,6 +467,7 @@ class Results:
                     origin = Origin(call.name, self._place, distance.relative)
                 unit = max(call.unit, rules.roundoff(pair.low.dtype))
                 explained = rules.AMPLIFICATION * (call.inherited + unit)
+                # Terms that nearly cancel leave a larger error than they brought.
                 if may_cancel and distance.relative > explained:
                     entry = distance.relative
             shadow = shadows.added(pair.low)

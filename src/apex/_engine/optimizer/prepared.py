@@ -257,16 +257,16 @@ class PreparedOptimizer:
         If they are all of the optimizer's, a delayed pass ends for it.
         """
         self.stash.drop(cleared)
-        delayed = self.unfinished_pass
-        if delayed is not None:
-            delayed.stash.drop(cleared)
-        is_delayed = delayed is not None and not delayed.is_open
+        begun = self.unfinished_pass
+        if begun is not None:
+            begun.stash.drop(cleared)
+        is_delayed = begun is not None and not begun.is_open
         if not (is_delayed or self.overflow_of_others is not None):
             return
         if cleared.issuperset(map(id, self.trained_params())):
             self.overflow_of_others = None
-            if delayed is not None and is_delayed:
-                delayed.forget(self)
+            if begun is not None and is_delayed:
+                begun.forget(self)
 
     def add_overflow_of_others(self, overflow: Tensor) -> None:
         """Adds whether gradients overflowed that one more block of others has left."""

@@ -36,7 +36,7 @@ class Name:
     Attributes:
         name: The name.
         line: From 1.
-        keywords: Arguments of the call by name, but for the first, an object.
+        keywords: Names of the call's arguments, but for a first one by position.
         values: The values of those that are literals.
     """
 
@@ -104,7 +104,7 @@ class _Visitor(ast.NodeVisitor):
         self.uses.append(Name(name, line, tuple(filter(None, names)), values))
 
     def _keywords_of(self, name: str, node: ast.expr) -> list[ast.keyword]:
-        """Returns the arguments of a function's call by name, but for the first, an object."""
+        """Returns a call's arguments by name, but for a first one by position: an object."""
         call = self._calls.get(node)
         if call is None:
             return []
