@@ -134,6 +134,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "baddbmm": (floats(5, 2, 3), floats(5, 2, 4), floats(5, 4, 3)),
     "mv": (floats(2, 4), floats(4)),
     "bmm": (floats(5, 2, 4), floats(5, 4, 3)),
+    "_grouped_mm": (floats(6, 8), floats(2, 8, 8), torch.tensor([4, 6], dtype=torch.int32)),
     "einsum": ("ij,jk->ik", [floats(2, 4), floats(4, 3)]),
     **{f"{name}_cell": _cell(*shape) for name, shape in _GATES.items()},
     **{f"{name}.input": _network(*shape, packed=False) for name, shape in _GATES.items()},

@@ -16,7 +16,8 @@ FP16, FP32 = torch.float16, torch.float32
 COMPARISONS = {"eq", "equal", "ge", "gt", "le", "lt", "ne"}
 NOT_IN_EVERY_TORCH = {
     *("_upsample_lanczos2d_aa", "_upsample_lanczos2d_aa.vec"),  # after 2.11
-    "linalg_matrix_sqrth",  # from 2.15
+    "_grouped_mm",  # from 2.8
+    *("linalg_matrix_sqrth", "linalg_polar"),  # from 2.15
     *("cholesky", "qr"),  # until 2.14
 }
 

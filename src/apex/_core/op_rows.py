@@ -65,7 +65,7 @@ linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_det lina
 linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex
 linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor
 linalg_lu_factor_ex linalg_lu_solve linalg_matrix_rank linalg_matrix_rank.tol_tensor
-linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor linalg_matrix_sqrth
+linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor linalg_matrix_sqrth linalg_polar
 linalg_qr linalg_slogdet linalg_solve linalg_solve_ex linalg_solve_triangular linalg_svd
 linalg_svdvals linalg_tensorinv linalg_tensorsolve
 fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft
@@ -89,7 +89,7 @@ ROWS: Mapping[Category, str] = {
 {PRODUCTS} prelu linear einsum tensordot scaled_dot_product_attention linalg_multi_dot chain_matmul
 linalg_vecdot convolution conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding
 conv_transpose1d conv_transpose2d.input conv_transpose3d.input conv_tbc lstm_cell gru_cell
-rnn_tanh_cell rnn_relu_cell
+rnn_tanh_cell rnn_relu_cell _grouped_mm
 """,
     "fp32": f"""
 {UNARY} {NORM} {RESIZES} {WITHOUT_BF16}
