@@ -271,12 +271,12 @@ def test_the_remedy_for_frozen_weights_of_the_model_itself_is_one(caplog):
 
 
 class Overwrites(nn.Module):
-    """Keeps a cache, a queue, a state and a moving window: each forward replaces what it writes."""
+    """Keeps a cache, a queue, a state, a moving window: each forward replaces what it writes."""
 
     def __init__(self):
         super().__init__()
         self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
-        for name in ("cache", "queue", "state", "window", "assigned", "data"):
+        for name in ("cache", "queue", "state", "window", "assigned", "data", "last"):
             self.register_buffer(name, torch.ones(4, 4))
         self.old = nn.utils.spectral_norm(nn.Linear(4, 4))
         self.at = 0
@@ -292,11 +292,35 @@ class Overwrites(nn.Module):
             self.window[0] = y[0]
             self.assigned = torch.cat((self.assigned[1:], y[:1]))
             self.data.data = y.new_ones(4, 4)
+            self.last = self.cache.clone()
         return y
 
 
 def test_buffers_that_are_overwritten_are_not_named(caplog, level):
     train_prepared(nn.Sequential(Overwrites()), level=level, loss_scale=1.0, steps=6)
+    assert not messages(caplog)
+
+
+def test_what_a_script_sets_is_not_named(caplog):
+    """A number between all forwards, and weights and buffers once."""
+    model = nn.Sequential(positions(torch.ones(())), nn.Linear(4, 4).requires_grad_(False))
+    model = converted(model)
+    teacher = copy.deepcopy(model)
+    for step in range(4):
+        model(torch.ones(2, 4))
+        model[0].table.fill_(step / 4)
+        if step == 1:
+            with torch.no_grad():
+                model[1].weight.copy_(teacher[1].weight)
+            model[1].bias.data.zero_()
+    assert not messages(caplog)
+
+
+def test_buffers_of_an_inference_are_left_alone(caplog):
+    model = converted(nn.Sequential(Overwrites()))
+    with torch.inference_mode():
+        for _ in range(4):
+            model(torch.ones(4, 4))
     assert not messages(caplog)
 
 

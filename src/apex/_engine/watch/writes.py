@@ -52,11 +52,9 @@ def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:
     listed: list[str] = []
     for name, buffer in model.named_buffers():
         exact = values.get(id(buffer), buffer)
-        is_rounded = exact.dtype in WIDE and dtypes.is_low_precision(buffer)
-        if not is_rounded or not is_readable(exact):
-            continue
-        if _loses_order(exact, buffer.dtype):
-            listed.append(name)
+        if dtypes.is_low_precision(buffer) and is_readable(exact):
+            if _loses_order(exact, buffer.dtype):
+                listed.append(name)
     if listed:
         _log.warning(
             "amp: in %s, rounding to 16 bits makes ordered values equal in %s. %s",
@@ -198,7 +196,7 @@ class Writes:
         for name, param in named_parameters(model):
             is_trained = id(param) in stepped
             if pair_of(param) is None and param.requires_grad:
-                is_trained = is_trained or bool(state.session.members)
+                is_trained = bool(state.session.members)
             if not is_trained:
                 watched.append((name, param))
         if model.training:
@@ -219,8 +217,6 @@ class Writes:
             if isinstance(tensor, nn.Parameter) and not is_sampled:
                 self._send_comparison((name, (tensor._version, version)), tensor)
                 is_sampled = True
-        if not is_sampled:
-            self._sample = None
 
     def _send_comparison(self, key: tuple[str, Any], tensor: Tensor) -> None:
         """Starts to compare a sample of a weight with the last pass's."""
