@@ -427,6 +427,21 @@ def backward_in_two_stages(level):
         optimizer.step()
 
 
+def penalty_of_scaled_gradients(level):
+    """As in torch's examples for ``GradScaler``: the second pass goes through the first block."""
+    model, optimizer = pair_at(level)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        x = X.clone().requires_grad_()
+        loss = loss_of(model, x)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            (slope,) = torch.autograd.grad(scaled_loss, x, create_graph=True)
+        scale = scaled_loss.item() / loss.item()
+        penalty = (slope / scale).norm().square()
+        loops.scaled_backward(loss + penalty, optimizer)
+        optimizer.step()
+
+
 def perturbed_before_the_first_step(level):
     """As projected gradient descent on weights, and evolution strategies."""
     model, optimizer = pair_at(level)

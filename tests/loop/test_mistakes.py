@@ -17,7 +17,7 @@ from tests.support import loops
 
 fp16 = pytest.mark.parametrize("level", ["O1", "O2"])
 
-NOT_FROM_SCALED = r"did not start at scaled_loss.*(?s:.*)scaled_loss\.backward\(\)"
+NOT_FROM_SCALED = r"^A backward pass inside amp.scale_loss did not start at scaled_loss.*(?s:.*)scaled_loss\.backward\(\)"
 LATE = r"after the end of its amp\.scale_loss block(?s:.*)Call it inside"
 CLIPPED = r"Gradients were changed, or amp\.master_params(?s:.*)Clip after the block"
 SECOND = r"second backward pass inside(?s:.*)loss \+ other_loss"
@@ -221,17 +221,21 @@ def test_other_optimizers_passes_in_other_threads_are_no_mistake(level):
     first.step()
 
 
-@pytest.mark.parametrize("way", ["given", "cleared", "own pass", "beside", "late"])
+@pytest.mark.parametrize("way", ["given", "cleared", "own pass", "beside", "inside", "late"])
 def test_a_step_with_gradients_that_stay_scaled_is_warned_of(level, way):
     nets, optimizers = two(level, loss_scale=128.0)
     first, second = optimizers
-    if way in ("beside", "late"):  # parameters of no prepared optimizer
+    is_plain = way in ("beside", "inside", "late")  # parameters of no prepared optimizer
+    if is_plain:
         amp.restore(nets[1], second)
 
     def train():
         for x, y in loops.batches(3):
             loss = sum(loops.loss_of(net, x, y) for net in nets)
-            loops.scaled_backward(loss, optimizers if way == "given" else first)
+            with amp.scale_loss(loss, optimizers if way == "given" else first) as scaled_loss:
+                scaled_loss.backward()
+                if way == "inside":
+                    second.step()
             first.step()
             if way == "late":
                 if len(first.param_groups) == 1:
@@ -246,7 +250,7 @@ def test_a_step_with_gradients_that_stay_scaled_is_warned_of(level, way):
             second.zero_grad()
 
     named = sum(FORGOTTEN in message for message in messages(train))
-    assert named == (way in ("beside", "late"))
+    assert named == is_plain
 
 
 @pytest.mark.parametrize("clears", [False, True])

@@ -3,9 +3,9 @@
 Note [How mistakes are found]
     Nothing reads a value on the host. In the first blocks of a session, hooks on the scaled loss
     and on a few parameters detect the passes that run inside a block. At the end of a pass, each
-    gradient that it has reached gets a mark: its ``Origin`` and version. Those that the block
-    leaves scaled get one at its end, too. A later version means that the gradient was written
-    since. From the marks, :func:`origins_of` returns at any moment where gradients come from.
+    gradient that it has reached gets a mark: its ``Origin`` and version. A later version means that
+    the gradient was written since. From the marks, :func:`origins_of` returns at any moment where
+    gradients come from.
 """
 
 from __future__ import annotations
@@ -256,10 +256,6 @@ class BlockInspection:
                 self.found = Mistake.CLIPPED_INSIDE
             elif any(map(self._adds_to_assigned, self._params)):
                 self.found = Mistake.ASSIGNED_INSIDE
-        _mark(self._others_reached, Origin.OTHER)
-        self._params.clear()  # a loss, which a script may keep, refers to this object
-        self._made.clear()
-        self._others_reached.clear()
 
     def _adds_to_assigned(self, param: Tensor) -> bool:
         """Returns whether earlier gradients are put aside for one that no pass has made."""
