@@ -212,8 +212,7 @@ class BlockInspection:
     @untraced
     def _begin_pass(self, _: Tensor) -> None:
         if self._ended:
-            # After one inside, this may be the second backward pass of a double one.
-            if self._pass_id is None and not self._has_stray:
+            if self._pass_id is None:  # after one inside, this may be one for inputs alone
                 self._warn(Mistake.LATE_BACKWARD)
             return
         self._pass_id = backward_id()
