@@ -464,6 +464,16 @@ def test_a_result_that_is_left_in_a_cast_argument_is_named_once(caplog, level, m
         assert "fp32_inputs=['batch']" in text
 
 
+@pytest.mark.parametrize("make", [lambda x: [x], lambda x: {"x": x}], ids=["list", "dict"])
+def test_a_result_that_is_left_in_an_argument_as_it_is_arrives(caplog, make):
+    model = converted(Filling(2, 2), "O5")
+    batch = make(torch.ones(1, 2, dtype=LOW))
+    model(batch)
+    *_, last = batch.values() if isinstance(batch, dict) else batch
+    assert last.requires_grad
+    assert not caplog.records
+
+
 UNCAST = [
     *((level, torch.float32, {}) for level in ("O0", "O1", "O4")),
     ("O5", LOW, {}),

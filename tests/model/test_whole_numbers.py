@@ -46,6 +46,8 @@ KEPT = {
     "measured": torch.rand(1000, 4, generator=torch.Generator().manual_seed(0)) * 1000,
     "masks": torch.tensor([0.0, torch.finfo(torch.float32).min, float("-inf"), -1e9, -10000.0]),
     "no elements": torch.ones(0, 3),
+    "a row of measured values": torch.tensor([[301.0, 302.3, 303.7, 304.9]]),
+    "beside integers that were written": [torch.ones(2), torch.zeros(2, dtype=torch.int64).add_(1)],
 }
 
 

@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex._core import dtypes, tree
 from apex._core.arguments import positional_names
 from apex._core.samples import sample
-from apex._engine.conversion.plan import WIDE
 from apex._engine.conversion.state import ModelState
 from apex._engine.optimizer.prepared import optimizers_of
 from apex._engine.scaler import Readback
@@ -52,9 +50,9 @@ def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:
     listed: list[str] = []
     for name, buffer in model.named_buffers():
         exact = values.get(id(buffer), buffer)
-        if dtypes.is_low_precision(buffer) and is_readable(exact):
-            if _loses_order(exact, buffer.dtype):
-                listed.append(name)
+        is_rounded = dtypes.is_low_precision(buffer) and is_readable(exact)
+        if is_rounded and _loses_order(exact, buffer.dtype):
+            listed.append(name)
     if listed:
         _log.warning(
             "amp: in %s, rounding to 16 bits makes ordered values equal in %s. %s",
@@ -162,7 +160,7 @@ class Writes:
             versions = {name: tensor._version for name, tensor in buffers.items()}
             with Sums(buffers.values()) as sums:
                 yield
-            for name, tensor in _buffers(model):
+            for name, tensor in model.named_buffers():
                 mark = sums.mark_of(tensor)
                 if mark is Mark.OLD and tensor is buffers.get(name) and tensor.numel() > 1:
                     # The script writes it between the passes: an average, as caches are the pass's.
@@ -200,7 +198,7 @@ class Writes:
             if not is_trained:
                 watched.append((name, param))
         if model.training:
-            watched += _buffers(model)
+            watched += model.named_buffers()
         is_sampled = False
         for name, tensor in watched:
             is_counted = dtypes.is_low_precision(tensor) and not tensor.is_inference()
@@ -286,7 +284,7 @@ class Writes:
                 is_written = True
             if name in self._searched and exact.device.type != "cpu":
                 continue
-            if exact.dtype in WIDE and is_readable(exact):
+            if is_readable(exact):
                 # Empty ones have no values to search.
                 with contextlib.suppress(RuntimeError, IndexError):
                     self._whole_numbers.send(name, _lost(exact, copy.dtype))
@@ -334,13 +332,6 @@ def _stepped(state: ModelState) -> set[int]:
     for prepared in optimizers_of(state.session):
         stepped.update(map(id, prepared.trained_params()))
     return stepped
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the buffers of all modules but batch norm's."""
-    for prefix, module in model.named_modules():
-        if not isinstance(module, _BatchNorm):
-            yield from module.named_buffers(prefix, recurse=False)
 
 
 @torch.no_grad()
