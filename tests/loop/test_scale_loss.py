@@ -45,6 +45,18 @@ def test_scale_1_gives_the_loss_itself_and_an_empty_list_only_scales():
     assert model.weight.grad == 2.0**16
 
 
+@pytest.mark.parametrize("level", loops.LEVELS)
+def test_a_loss_without_a_graph_is_scaled_and_its_backward_fails_in_torch_s_words(level):
+    model, optimizer = loops.one_weight(level, loss_scale=8.0)
+    with torch.no_grad():
+        loss = loops.slope(model, 3.0)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss.item() == 24.0
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        loops.scaled_backward(loss, optimizer)
+    assert optimizer.step() is None
+
+
 @pytest.mark.parametrize("of", [lambda named: named.values(), lambda named: {*named.values()}])
 def test_optimizers_come_in_any_collection_as_in_apex(of):
     models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
