@@ -74,6 +74,10 @@ class Script:
     def clip_masters(self):
         nn.utils.clip_grad_norm_(amp.master_params(self.optimizer), 1e-3)
 
+    def clip_data(self):  # as torch's own clip did until 1.10, and no version counts it
+        for param in amp.master_params(self.optimizer):
+            param.grad.data.mul_(1e-3)
+
     def zero(self):
         for param in self.model.parameters():
             param.grad.zero_()
@@ -142,6 +146,10 @@ def test_a_mistake_of_fp16_levels_is_warned_of_once(level, lines, message):
     if lines != "step_closure":  # a dynamic scale refuses closures
         assert_warns_once(level, lines, message, "fused AdamW")
     assert_warns_once(level, lines, message, loss_scale=128.0)
+
+
+def test_a_clip_of_masters_that_torch_does_not_count_is_warned_of():
+    assert_warns_once("O2", "clear scale scaled clip_data end step", CLIPPED)
 
 
 EMPTY_STEPS = [
@@ -336,6 +344,11 @@ def test_the_same_at_a_scale_of_1_is_no_mistake(level, lines):
     run_iterations(lines, loops.prepared(level))
 
 
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_a_plain_pass_in_bf16_is_no_mistake(level):
+    run_iterations(WITHOUT_AMP, loops.prepared(level, loss_scale=128.0))
+
+
 @fp16
 @pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
 def test_a_step_in_a_block_or_a_clip_after_a_delayed_one_is_no_mistake(level, loss_scale):
@@ -466,6 +479,18 @@ def test_it_is_found_in_large_weights_of_a_deep_model_and_late(first_write):
             optimizer.step()
 
     assert len(messages(train)) == 1
+
+
+@loops.every(name=["SGD", "fused AdamW"], level=loops.WITH_MASTERS)
+def test_a_write_to_a_weight_without_a_gradient_stays_and_is_no_mistake(level, name):
+    parts = {"used": loops.net(), "unused": nn.Linear(1, 1)}
+    model = loops.Body(lambda self, x: self.used(x), **parts)
+    model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name], model)
+    model.unused.weight.data.fill_(3.0)
+    for x, y in loops.batches(6):
+        model.unused.weight.data += 1
+        loops.train_step(model, optimizer, x, y)
+    assert model.unused.weight == 9.0
 
 
 @loops.every(scaled=[True, False], level=["O1", "O4", "O5"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fused_adam_cuda
-from apex import optimizers
+from apex import amp, optimizers
 from apex.contrib import optimizers as contrib
 from tests.support import fused
 from tests.support.loops import every
@@ -166,6 +166,16 @@ def test_contrib_steps_take_gradients_scale_and_outputs(kind, nested):
     assert all(p.grad is grad for p, grad in zip(masters, own, strict=True))
     with pytest.raises(ValueError, match=r"got grads in lists of .*as many as parameters"):
         kind(masters, lr=0.05).step(grads=fused.gradients(masters, 0)[:2])
+
+
+@every(kind=[contrib.FusedAdam, contrib.FusedSGD])
+def test_contrib_steps_with_given_gradients_reach_a_model_with_masters(kind):
+    model = torch.nn.Linear(2, 2)
+    optimizer = kind(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    optimizer.step(grads=[torch.ones_like(param) for param in model.parameters()])
+    for param, master in zip(model.parameters(), amp.master_params(optimizer), strict=True):
+        assert torch.equal(param, master.bfloat16())
 
 
 @every(mode=[0, 1], correct=[0, 1])

@@ -399,8 +399,9 @@ def _update_master(pair: MasterPair) -> None:
 def expect_step(pairs: Iterable[MasterPair]) -> None:
     """Lets masters, which have followed their weights, count as written by the step that follows.
 
-    torch's fused kernels count no writes. Before the first step of several ranks, masters lose the
-    low bits from before conversion, as in apex: a script that broadcasts weights sends none.
+    torch's fused kernels count no writes; they write where there is a gradient. Before the first
+    step of several ranks, masters lose the low bits from before conversion, as in apex: a script
+    that broadcasts weights sends none.
     """
     fresh = MasterState.FRESH  # each look-up of an Enum's member takes 0.1 us
     this_step = -threading.get_ident()
@@ -408,7 +409,8 @@ def expect_step(pairs: Iterable[MasterPair]) -> None:
         is_written = pair.master._version != pair._master_version
         if pair.state is fresh and not is_written and ranks.world_size() > 1:
             parameters.uncounted(pair.master).copy_(pair.model.detach())
-        pair._master_version = this_step
+        if pair.model.grad is not None:
+            pair._master_version = this_step
 
 
 # -- gradients --------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class WeightWatch:
         """Returns whether the step overwrites a written weight, as a flag; None if unknown."""
         flags: list[Tensor] = []
         for pair, distance in self._distances().items():
-            if pair.model.grad is None:  # another weight may have taken its memory
+            if pair.model.grad is None:  # the step does not write it
                 continue
             is_lost = distance > 0.0
             if pair in self._farthest:

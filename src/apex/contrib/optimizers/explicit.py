@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from apex._core.dtypes import math_dtype
 from apex._optimizer_rules.working import store
@@ -50,6 +51,7 @@ class ExplicitOptimizer(FusedOptimizer):
             self._norms = [norm / scale for norm in grad_norms]
         try:
             loss = super().step(closure)
+            increment_version(self._given)  # which torch's fused kernels do not
         finally:
             del self._given, self._scale, self._norms
         params = list(outputs)
