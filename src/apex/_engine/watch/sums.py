@@ -12,9 +12,7 @@ from torch.overrides import TorchFunctionMode
 from apex._core import tree
 
 # Operators by which an average or a counter becomes its next value, and by which values move.
-_SUMS = frozenset(
-    ["add", "sub", "mul", "div", "truediv", "true_divide", "lerp", "addcmul", "addcdiv"]
-)
+_SUMS = frozenset(["add", "sub", "mul", "div", "true_divide", "lerp", "addcmul", "addcdiv"])
 _MOVES = frozenset(
     ["to", "float", "half", "bfloat16", "type", "clone", "detach", "getitem", "setitem"]
 )
@@ -46,7 +44,7 @@ class Sums(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "").strip("_").removeprefix("foreach_")
-        is_sum = name in _SUMS or name[1:] in _SUMS  # iadd, radd
+        is_sum = name in _SUMS
         replaces = name in _REPLACES
         if is_sum or replaces or name in _MOVES:
             read = args[1:] if replaces else args
