@@ -35,6 +35,16 @@ def test_an_update_below_half_the_rounding_step_is_frozen(make, dtype):
     assert (updates.frozen, updates.wanted, updates.share) == (1, 2, 0.5)
 
 
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_steps_count_by_their_own_state_until_the_block_ends(make):
+    optimizer = make([weight_of([1.0, 0.01], torch.bfloat16)])
+    with frozen_updates(optimizer) as updates:
+        for _ in range(2):
+            optimizer.step()
+    optimizer.step()
+    assert updates.wanted == 4
+
+
 @pytest.mark.parametrize("grad", [torch.inf, torch.nan])
 def test_a_weight_without_a_finite_update_does_not_count(grad):
     optimizer = torch.optim.SGD([weight_of([1.0], torch.bfloat16, grad)], lr=1e-3)

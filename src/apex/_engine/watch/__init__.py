@@ -164,8 +164,7 @@ class Watch(Observer):
     @untraced
     def gradients_used(self, prepared: PreparedOptimizer) -> None:
         """Warns of gradients that are not the step's, and of missing ones."""
-        opened = prepared.unfinished_pass
-        if not self._blocks_left or (opened is not None and opened.is_open):
+        if not self._blocks_left:
             return
         if self._has_plain_pass:
             self.stop_observing()
