@@ -117,6 +117,16 @@ def test_an_evaluation_with_nested_tensors_runs_under_a_trace(tool):
     assert getattr(trace, "first", None) is None
 
 
+def test_a_row_that_padding_hides_from_attention_is_named_with_the_way_out():
+    net = nn.MultiheadAttention(4, 2, batch_first=True)
+    x = torch.ones(2, 3, 4)
+    padding = torch.tensor([[False] * 3, [True] * 3])
+    with trace_overflow(net) as trace:
+        net(x, x, x, key_padding_mask=padding)[0].sum().backward()
+    assert (trace.first.op, trace.first.cause) == ("aten._softmax", "constant")
+    assert "leave one entry of each row unmasked" in trace.first.remedy
+
+
 def test_a_scaled_gradient_that_overflows_behind_a_masked_value_heals():
     net, optimizer = loops.prepared("O2", model=nn.Linear(1, 2, bias=False))
     with torch.no_grad():

@@ -28,7 +28,8 @@ _DEFINED_EVERYWHERE = operators(
 )
 """Operators with a true result for all finite inputs."""
 
-_PRODUCTS = operators("mm bmm addmm baddbmm linear convolution")
+# Without baddbmm: nn.MultiheadAttention adds its mask with it.
+_PRODUCTS = operators("mm bmm addmm linear convolution")
 _MASKS = operators("nan_to_num masked_fill where nansum")
 # These map -inf to 0, the right result.
 _MAP_TO_ZERO = operators("softmax safe_softmax exp")
