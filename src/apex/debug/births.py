@@ -140,7 +140,7 @@ class Birth:
     def fits_fp32(self) -> bool:
         """Whether the value exceeds fp16's range but, as far as known, not fp32's or bf16's."""
         true = self.true or 0.0
-        limit = torch.finfo(torch.float32).max
+        limit = torch.finfo(torch.bfloat16).max
         return self.dtype is torch.float16 and true <= limit
 
     @property
