@@ -52,6 +52,7 @@ def test_a_weight_without_a_finite_update_does_not_count(grad):
         optimizer.step()
     assert updates.wanted == 0
     assert str(updates).startswith("No weight was to move in 1 step: the learning rate was 0, ")
+    assert "`apex trace` names the operator behind inf or NaN" in str(updates)
 
 
 @pytest.mark.parametrize("fused", [False, True])

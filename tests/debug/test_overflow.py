@@ -117,6 +117,27 @@ def test_an_evaluation_with_nested_tensors_runs_under_a_trace(tool):
     assert getattr(trace, "first", None) is None
 
 
+def test_a_row_that_padding_hides_from_attention_is_named_with_the_way_out():
+    net = nn.MultiheadAttention(4, 2, batch_first=True)
+    x = torch.ones(2, 3, 4)
+    padding = torch.tensor([[False] * 3, [True] * 3])
+    with trace_overflow(net) as trace:
+        net(x, x, x, key_padding_mask=padding)[0].sum().backward()
+    assert (trace.first.op, trace.first.cause) == ("aten._softmax", "constant")
+    assert "leave one entry of each row unmasked" in trace.first.remedy
+
+
+@pytest.mark.parametrize("number", [torch.finfo(torch.float32).min, -3.4e38])
+def test_a_mask_below_the_range_of_bf16_is_named_as_one(number):
+    """fp32's least number is -inf in bf16, and a row of it NaN."""
+    net = nn.Linear(4, 4).bfloat16()
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    with trace_overflow(net) as trace:
+        ((x * number) + net(x)).softmax(-1).sum().backward()
+    assert (trace.first.op, trace.first.cause) == ("aten.mul", "range")
+    assert trace.first.remedies[0].startswith("mask with the least number of the scores' own dtype")
+
+
 def test_a_scaled_gradient_that_overflows_behind_a_masked_value_heals():
     net, optimizer = loops.prepared("O2", model=nn.Linear(1, 2, bias=False))
     with torch.no_grad():

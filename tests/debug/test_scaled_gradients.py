@@ -85,6 +85,18 @@ def test_a_clip_of_masters_inside_the_block_is_named():
         assert (trace.first.op, trace.first.cause) == ("aten._foreach_mul_", "scaled gradients")
 
 
+@pytest.mark.filterwarnings("ignore:scaled_loss.backward.. was called after the end")
+@pytest.mark.parametrize("level", loops.DYNAMIC)
+def test_a_backward_pass_behind_its_block_is_told_to_move_into_it(level):
+    model, optimizer = loops.prepared(level)
+    with trace_overflow(model) as trace:
+        with amp.scale_loss(model(loops.batch()[0]).float().mean(), optimizer) as scaled_loss:
+            pass
+        scaled_loss.backward()
+        optimizer.step()
+    assert "call scaled_loss.backward() inside" in trace.first.remedy
+
+
 def test_a_number_that_is_read_hides_no_fault_behind_it():
     net = nn.Linear(4, 2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

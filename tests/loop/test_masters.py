@@ -95,6 +95,20 @@ def test_a_write_before_the_first_pass_reaches_the_masters(level, write, when):
     assert loops.same(found[1:], exact[1:])
 
 
+def test_a_write_between_loading_and_the_first_pass_counts(level):
+    """As prototypes that are normalized before each pass, in a run that is resumed."""
+    model, optimizer = loops.trained(level)
+    other, other_optimizer = loops.prepared(level, model=loops.net(5))
+    other.load_state_dict(model.state_dict())
+    for x, y in loops.batches(2, seed=2):
+        for net in (model, other):
+            with torch.no_grad():
+                net[0].weight.copy_(torch.nn.functional.normalize(net[0].weight))
+        loops.train(model, optimizer, data=[(x, y)])
+        loops.train(other, other_optimizer, data=[(x, y)])
+    assert loops.same(model.state_dict(), other.state_dict())
+
+
 @pytest.mark.parametrize("write", ["data", "data.copy_"])
 def test_masters_that_a_script_reads_before_the_first_pass_hold_what_it_wrote(level, write):
     model, optimizer = loops.prepared(level, still)

@@ -116,6 +116,7 @@ def test_too_few_rounds_or_steps_give_no_verdict(rounds, steps, said):
     found = comparison_of(base, fast, steps=steps).recommendation
     assert found.text.startswith(said)
     assert (found.level, words(found)["O4"]) == (None, "unclear")
+    assert whys(found)["O4"].endswith("too few steps to judge its training") == (steps == 5)
 
 
 TIES = [

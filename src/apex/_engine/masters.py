@@ -708,6 +708,7 @@ class MasterTable:
             pair = self.pair_of(param)
             if pair is not None:
                 pair.master.copy_(value)
+                mark_synced([pair])  # so that what a script writes to the weight after it counts
                 mark_exact([pair])
             elif param in self.exact:
                 self.exact[param].copy_(value)

@@ -161,8 +161,9 @@ def _check_optimizer(optimizer: Optimizer, policy: Policy) -> None:
         )
     if prepared_state(optimizer) is not None:
         raise RuntimeError(
-            f"amp.initialize got an optimizer ({name}) that it has already prepared. Pass each "
-            "optimizer once, or call amp.restore(model, optimizer) first."
+            f"amp.initialize got an optimizer ({name}) that it has already prepared. Call "
+            "amp.initialize once, before the training loop, with each optimizer once, or call "
+            "amp.restore(model, optimizer) first."
         )
     if has_groups and not params_of(optimizer):
         raise ValueError(

@@ -28,7 +28,8 @@ _DEFINED_EVERYWHERE = operators(
 )
 """Operators with a true result for all finite inputs."""
 
-_PRODUCTS = operators("mm bmm addmm baddbmm linear convolution")
+# Without baddbmm: nn.MultiheadAttention adds its mask with it.
+_PRODUCTS = operators("mm bmm addmm linear convolution")
 _MASKS = operators("nan_to_num masked_fill where nansum")
 # These map -inf to 0, the right result.
 _MAP_TO_ZERO = operators("softmax safe_softmax exp")
@@ -139,7 +140,7 @@ class Birth:
     def fits_fp32(self) -> bool:
         """Whether the value exceeds fp16's range but, as far as known, not fp32's or bf16's."""
         true = self.true or 0.0
-        limit = torch.finfo(torch.float32).max
+        limit = torch.finfo(torch.bfloat16).max
         return self.dtype is torch.float16 and true <= limit
 
     @property

@@ -213,7 +213,7 @@ def _facts(birth: Birth) -> dict[str, Any]:
         "excess": true / birth.scale / info.max,
         "operands": len(birth.inputs),
         "grown": grown,
-        "exceeds_fp16": _exceeds_fp16(birth),
+        "exceeds_dtype": _exceeds_dtype(birth),
         "limit": f"{info.max:g}",
         "true": shown,
         "names": names,
@@ -226,11 +226,12 @@ def _facts(birth: Birth) -> dict[str, Any]:
     return facts
 
 
-def _exceeds_fp16(birth: Birth) -> bool:
-    """Returns whether the script gave the operator a number beyond fp16's range, as for a mask."""
+def _exceeds_dtype(birth: Birth) -> bool:
+    """Returns whether the script gave the operator a number beyond its range, as for a mask."""
+    limit = torch.finfo(birth.dtype).max
     numbers = [0.0, *birth.numbers]
     if max(numbers) > _LARGE and birth.feeds_softmax:  # a mask that is subtracted
         return True
-    if min(numbers) < -65504.0:
+    if min(numbers) < -limit:
         return True
-    return birth.lowest < -_LARGE
+    return birth.lowest < -max(_LARGE, limit)

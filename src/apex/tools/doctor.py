@@ -98,12 +98,11 @@ def examine(device: torch.device) -> Health:
             speeds[name] = _measured(measured)
     load = current_load()
     level, advice = advise(speeds[str(device)], str(device), load)
-    emulated = [*map(emulation, dtypes.LOW_PRECISION)]
-    if device.type == "cpu" and all(emulated):
+    if device.type == "cpu" and all(map(emulation, dtypes.LOW_PRECISION)):
         level = "O0"
         advice = (
-            f"Start with O0: {' and '.join(emulated)}, tens of times slower than fp32. Use other "
-            "levels to test a script for a GPU."
+            "Start with O0: this CPU emulates fp16 and bf16, tens of times slower than fp32. Use "
+            "other levels to test a script for a GPU."
         )
     return Health(
         versions={

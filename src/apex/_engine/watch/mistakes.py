@@ -112,8 +112,9 @@ class Mistake(enum.Enum):
         "optimizer.step() was called before any backward pass, or after zero_grad(). No parameter "
         "has a gradient, so the step changes nothing. Call it after the backward pass:\n"
         + BLOCK
-        + "    optimizer.step()\nIf you did call backward(), the optimizer holds parameters that "
-        "the model no longer has. Create it after all that replaces parameters."
+        + "    optimizer.step()\nIf you did call backward(), its loss does not depend on the "
+        "optimizer's parameters: it is another model's, or the model has new parameters since. "
+        "Create the optimizer after all that replaces parameters."
     )
     UNPREPARED_OPTIMIZER = (
         "An optimizer that amp has not prepared steps 16-bit weights of the model itself, not "

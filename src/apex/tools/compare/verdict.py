@@ -244,7 +244,7 @@ def _word(comparison: Comparison, candidate: _Candidate, judged: _Judged) -> tup
         return "no", f"{facts}; no fp32 masters, for comparison only"
     if judged.level is None or candidate.speed is None:
         if comparison.steps < LEAST_STEPS:
-            return "unclear", facts
+            return "unclear", f"{facts}; too few steps to judge its training"
         return "usable" if result.emulated else "unclear", f"trains as well as fp32; {facts}"
     if result.name == judged.level:
         return "use", facts

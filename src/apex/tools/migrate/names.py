@@ -181,7 +181,7 @@ class _Visitor(ast.NodeVisitor):
             return node.id in self._wrapped
         if not isinstance(node, ast.Call):
             return False
-        return self._full_name(node.func).endswith(("DataParallel", ".DistributedDataParallel"))
+        return self._full_name(node.func).endswith("DataParallel")
 
     def visit_Constant(self, node: ast.Constant) -> None:
         if node.value in (LOCAL_RANK, _ACCEPTED):

@@ -39,7 +39,7 @@ LOAD = "torch.load"
 LOCAL_RANK = "--local_rank"
 STEP = "FusedAdam.step(grads)"
 VIEW = "x[:k].view(-1)"
-WRAPPED = "amp.initialize(DistributedDataParallel)"
+WRAPPED = "amp.initialize(DataParallel)"
 
 
 def nearest(name: str, names: Container[str]) -> str:
