@@ -94,6 +94,8 @@ class BackwardPass:
         # Those that the script named, and those that share a parameter with one. A delayed pass
         # forgets those whose gradients are cleared, or checked by a later one.
         self.prepared_optimizers = with_sharers(named)
+        # An overflow is that of others for sharers, which may take turns with these.
+        self._named = named
         # Whether gradients are multiplied by a loss scale until the pass ends. A session with a
         # scale may be used with a loss of a session without one, and the reverse.
         self.scaled = not scaler.is_identity
@@ -410,7 +412,13 @@ class BackwardPass:
             for prepared in self.prepared_optimizers:
                 prepared.check_left_grads()
         if scaler.dynamic:
-            scaler.await_update([prepared.overflow for prepared in self.prepared_optimizers])
+            flags = []
+            for prepared in self.prepared_optimizers:
+                if prepared in self._named or self._is_captured:
+                    flags.append(prepared.overflow)
+                else:
+                    prepared.add_overflow_of_others(scaler.found_inf.clone())
+            scaler.await_update(flags)
         if not self._delay_overflow_check:
             self.updates = scaler.end_pass(len(self.prepared_optimizers))
 
