@@ -214,6 +214,7 @@ class BackwardPass:
         lenders, unowned = self.borrowable()
         own = self.prepared_optimizers
         for prepared in (*own, *lenders):
+            prepared.settle_overflow(takes=prepared in self._named)
             earlier = prepared.unfinished_pass
             if isinstance(earlier, BackwardPass):
                 self._earlier[prepared] = earlier
@@ -406,19 +407,18 @@ class BackwardPass:
         if not scaler.is_identity:
             unscale_grads(self.prepared_optimizers, scaler, self._scale)
         adds = False
+        flagged: list[PreparedOptimizer] = []
         for prepared in self.prepared_optimizers:
             adds |= prepared.give_back()
+            if prepared in self._named or self._is_captured:
+                flagged.append(prepared)
+            elif scaler.dynamic:
+                prepared.add_overflow_of_others(scaler.found_inf.clone())
         if adds:
-            for prepared in self.prepared_optimizers:
+            for prepared in flagged:
                 prepared.check_left_grads()
         if scaler.dynamic:
-            flags = []
-            for prepared in self.prepared_optimizers:
-                if prepared in self._named or self._is_captured:
-                    flags.append(prepared.overflow)
-                else:
-                    prepared.add_overflow_of_others(scaler.found_inf.clone())
-            scaler.await_update(flags)
+            scaler.await_update([prepared.overflow for prepared in flagged])
         if not self._delay_overflow_check:
             self.updates = scaler.end_pass(len(self.prepared_optimizers))
 
