@@ -218,6 +218,62 @@ def test_what_a_delayed_block_has_left_is_checked_although_others_are_cleared(le
     assert weights(model) == [1.0, 1.0]
 
 
+@loops.every(level=loops.DYNAMIC, clears=["first", "second", "model", "by hand", "nobody"])
+def test_an_overflow_skips_no_step_of_the_optimizer_whose_turn_follows(level, clears):
+    """Two optimizers of the same weights take turns; what is cleared is forgotten."""
+    model = loops.Weights()
+    first, second = (loops.sgd(model.parameters()) for _ in range(2))
+    initialize(model, [first, second], level)
+    loops.scaled_backward(model(a=float("inf"), b=1.0), first)
+    first.step()
+    if clears == "by hand":
+        model.a.grad = model.b.grad = None
+    elif clears != "nobody":
+        {"first": first, "second": second, "model": model}[clears].zero_grad()
+    loops.scaled_backward(model(a=1.0, b=1.0), second)
+    second.step()
+    assert (weights(model) == [1.0, 1.0]) == (clears == "nobody")
+
+
+@pytest.mark.parametrize("level", loops.DYNAMIC)
+def test_an_overflow_skips_the_steps_of_all_that_share_the_gradients(level):
+    model = loops.Weights()
+    first, second = (loops.sgd(model.parameters()) for _ in range(2))
+    initialize(model, [first, second], level)
+    loops.scaled_backward(model(a=float("inf"), b=1.0), first)
+    for optimizer in (first, second):
+        optimizer.step()
+    assert weights(model) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("level", loops.DYNAMIC)
+def test_an_overflow_in_an_early_micro_batch_skips_no_step_of_the_next_turn(level):
+    model = loops.Weights()
+    first, second = (loops.sgd(model.parameters()) for _ in range(2))
+    initialize(model, [first, second], level)
+    for value in (float("inf"), 1.0):
+        loops.scaled_backward(model(a=value, b=1.0), first)
+    first.step()
+    model.zero_grad()
+    for _ in range(2):
+        loops.scaled_backward(model(a=1.0, b=1.0), second)
+    second.step()
+    assert weights(model) == pytest.approx([0.8, 0.8], rel=1e-3)
+
+
+@pytest.mark.parametrize("level", loops.DYNAMIC)
+def test_an_overflow_in_lent_gradients_outlives_later_blocks_for_all_that_share_them(level):
+    nets = [loops.Weights(), loops.Weights()]
+    borrower = loops.sgd(nets[0].parameters())
+    lenders = [loops.sgd(nets[1].parameters()) for _ in range(2)]
+    initialize(nets, [borrower, *lenders], level)
+    for value in (float("inf"), 1.0):
+        loops.scaled_backward(nets[0](a=1.0) + nets[1](a=value, b=1.0), borrower)
+    for lender in lenders:
+        lender.step()
+    assert weights(nets[1]) == [1.0, 1.0]
+
+
 def overflowed(level, forgets, make_optimizer=loops.sgd):
     """An optimizer with an overflow, and what might make amp forget it."""
     nets = [loops.Weights(), loops.Weights()]

@@ -315,6 +315,24 @@ def test_an_optimizer_without_torchs_constructor_or_abstract_first_trains(level)
     assert type(made[2][1]) is Abstract
 
 
+class ClearsOne(torch.optim.SGD):
+    """As optimi's, which clear one parameter's gradient once it is stepped."""
+
+    def zero_grad(self, set_to_none=True, param=None):
+        if param is None:
+            super().zero_grad(set_to_none)
+        else:
+            param.grad = None
+
+
+def test_a_zero_grad_that_takes_a_parameter_clears_its_gradient_alone(level):
+    model, optimizer = loops.prepared(level, lambda params: ClearsOne(params, lr=0.1))
+    loops.backward(model, optimizer, *loops.batch())
+    optimizer.zero_grad(param=model[0].weight)
+    cleared = [param.grad is None for param in model.parameters()]
+    assert cleared == [True, False, False, False]
+
+
 class ClearsEverySecondTime(torch.optim.SGD):
     """As wrappers that accumulate the gradients of two passes."""
 

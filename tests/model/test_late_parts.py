@@ -1,5 +1,7 @@
 """What a prepared model is given or told later: heads, buffers, devices, dtypes, compilation."""
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from torch import nn
@@ -66,6 +68,17 @@ def test_weights_that_get_data_of_another_shape_train_on(level, reads):
         assert shapes == [param.shape for param in plain.parameters()]
     loops.train(model, optimizer, seed=2)
     assert close(amp.master_params(optimizer), amp.master_params(reference), eps=4 * EPS[level])
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_gradient_of_the_old_shape_does_not_keep_a_model_from_becoming_plain(level):
+    model, optimizer = loops.trained(level, loss_scale=1.0)
+    narrow(model, MagicMock())  # without ``zero_grad``
+    amp.restore(model, optimizer)
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert model[0].weight.shape == (4, 4)
+    assert model[0].weight.grad is None
+    assert model[2].bias.grad is not None
 
 
 def test_late_parts_get_the_dtypes_that_the_level_gives_their_like(level):

@@ -217,6 +217,16 @@ def test_a_momentum_teacher_is_named_once_with_the_line(caplog, level, how, insi
     named_once(caplog, "teacher.weight", "fp32_modules=['teacher']")
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_frozen_teacher_that_the_optimizer_holds_is_named(caplog, level):
+    model = Momentum()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # as MoCo's
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
+    for _ in range(4):
+        descend(model(torch.ones(2, 4)).mean(), optimizer)
+    named_once(caplog, "teacher.weight", "fp32_modules=['teacher']")
+
+
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("level", ["O2", "O5"])

@@ -94,6 +94,8 @@ class BackwardPass:
         # Those that the script named, and those that share a parameter with one. A delayed pass
         # forgets those whose gradients are cleared, or checked by a later one.
         self.prepared_optimizers = with_sharers(named)
+        # An overflow is that of others for sharers, which may take turns with these.
+        self._named = named
         # Whether gradients are multiplied by a loss scale until the pass ends. A session with a
         # scale may be used with a loss of a session without one, and the reverse.
         self.scaled = not scaler.is_identity
@@ -212,6 +214,7 @@ class BackwardPass:
         lenders, unowned = self.borrowable()
         own = self.prepared_optimizers
         for prepared in (*own, *lenders):
+            prepared.settle_overflow(takes=prepared in self._named)
             earlier = prepared.unfinished_pass
             if isinstance(earlier, BackwardPass):
                 self._earlier[prepared] = earlier
@@ -404,13 +407,18 @@ class BackwardPass:
         if not scaler.is_identity:
             unscale_grads(self.prepared_optimizers, scaler, self._scale)
         adds = False
+        flagged: list[PreparedOptimizer] = []
         for prepared in self.prepared_optimizers:
             adds |= prepared.give_back()
+            if prepared in self._named or self._is_captured:
+                flagged.append(prepared)
+            elif scaler.dynamic:
+                prepared.add_overflow_of_others(scaler.found_inf.clone())
         if adds:
-            for prepared in self.prepared_optimizers:
+            for prepared in flagged:
                 prepared.check_left_grads()
         if scaler.dynamic:
-            scaler.await_update([prepared.overflow for prepared in self.prepared_optimizers])
+            scaler.await_update([prepared.overflow for prepared in flagged])
         if not self._delay_overflow_check:
             self.updates = scaler.end_pass(len(self.prepared_optimizers))
 

@@ -75,5 +75,5 @@ def _assign(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
     if tensor.is_leaf:
         tensor.grad = None  # torch rejects a gradient whose dtype differs from its tensor's
     tensor.data = data
-    if grad is not None:
+    if grad is not None and grad.shape == data.shape:  # a script may have resized the data
         tensor.grad = grad

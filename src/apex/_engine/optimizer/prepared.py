@@ -181,13 +181,11 @@ class PreparedOptimizer:
     def begin_pass(self, begun: Pass, *, in_place: bool) -> None:
         """Prepares the gradients for a pass that was given the optimizer."""
         self.note_thread()
-        self.settle_overflow(takes=True)
         self.make_room(scaled=begun.scaled, in_place=in_place)
         self.unfinished_pass = begun
 
     def lend_to(self, begun: Pass, *, in_place: bool) -> None:
         """Prepares the gradients for a pass that may reach them, and gives them back."""
-        self.settle_overflow(takes=False)
         self.make_room(scaled=True, in_place=in_place)
         self.unfinished_pass = begun
 

@@ -86,8 +86,8 @@ class AmpOptimizer(Optimizer):
         cleared = prepared.trained_params()
         own_method: Any = super().zero_grad
         function = getattr(own_method, "__func__", own_method)
-        sets_to_none = all((*args, *kwargs.values()))  # torch's method takes this argument alone
-        if function is Optimizer.zero_grad and sets_to_none:
+        # torch's method takes ``set_to_none`` alone.
+        if function is Optimizer.zero_grad and all((*args, *kwargs.values())):
             # Also for optimizers that never called torch's constructor (timm's Lookahead).
             masters.remove_grads(cleared)
         else:

@@ -327,10 +327,14 @@ def _by_name(names: Sequence[str], call: tree.Call) -> _Arguments:
 
 
 def _stepped(state: ModelState) -> set[int]:
-    """Returns the ids of the parameters that the optimizers of a model's session hold."""
+    """Returns the ids of the parameters that the optimizers of a model's session step.
+
+    An optimizer with masters steps no others: it may hold a momentum encoder, which is frozen.
+    """
     stepped: set[int] = set()
     for prepared in optimizers_of(state.session):
-        stepped.update(map(id, prepared.trained_params()))
+        with_master = [pair.model for pair in prepared.pairs]
+        stepped.update(map(id, with_master or prepared.trained_params()))
     return stepped
 
 
