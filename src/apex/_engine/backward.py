@@ -410,6 +410,7 @@ class BackwardPass:
         flagged: list[PreparedOptimizer] = []
         for prepared in self.prepared_optimizers:
             adds |= prepared.give_back()
+            # A replay of a graph tells nobody whose overflow it is.
             if prepared in self._named or self._is_captured:
                 flagged.append(prepared)
             elif scaler.dynamic:
