@@ -51,7 +51,9 @@ class Program:
         self.grads = {}
         self.flags = [False] * len(self.optimizers)
         self.skipped = set()  # optimizers whose last step was
+        self.others = {}  # of an optimizer: whether its gradients overflowed in blocks of others
         self.delayed = {}  # of an optimizer: those whose gradients its delayed pass is to check
+        self.given = {}  # of an optimizer: those that its delayed block was given
         self.master_written = self.weight_written = False
 
     # -- of the model of the rules -------------------------------------------------------------
@@ -77,6 +79,7 @@ class Program:
         for index, own in enumerate(self.names):
             if own <= set(names):
                 self.replace_delayed([index])
+                self.others.pop(index, None)
 
     def replace_delayed(self, indices):
         for index in indices:
@@ -107,9 +110,11 @@ class Program:
         if overflows:
             factors[self.choose.choice(list(factors))] = torch.inf
         delays = self.choose.random() < 0.3 and not overflows
-        continues = self.continues(sharing)
         lenders = [*range(count)] if self.scales else []
         lenders = [other for other in lenders if other not in sharing]
+        self.settle(given, takes=True)
+        self.settle([*sharing, *lenders], takes=False)
+        continues = self.continues(sharing)
         lent_in_place = self.continues(lenders)
         lent = self.lent_factors(names)
         loss = self.model(**factors, **lent)
@@ -136,25 +141,46 @@ class Program:
         if delays:
             members = {*sharing}
             self.delayed.update((other, members) for other in sharing)
-        elif continues:
-            self.check_sum(sharing)
+            self.given.update((other, given) for other in sharing)
         else:
-            for other in self.skipped.intersection(sharing):
-                self.check_sum([other])
-        for other in sharing:
-            self.flags[other] |= overflows
+            self.flag(sharing, given, overflows or (continues and self.overflows(sharing)))
+            if not continues:
+                for other in self.skipped.intersection(given):
+                    self.check_sum(other)
+
+    def flag(self, indices, given, overflows):
+        """An overflow skips the steps of optimizers that a block was given; see ``settle``."""
+        for index in indices:
+            if index in given:
+                self.flags[index] |= overflows
+            else:
+                self.others[index] = overflows or self.others.get(index, False)
+
+    def settle(self, indices, takes):
+        """What blocks of others have found is over once cleared, and an optimizer's own if not."""
+        for index in self.others.keys() & indices:
+            has_grads = not self.grads.keys().isdisjoint(self.names[index])
+            if has_grads and takes:
+                if index in self.skipped:
+                    self.check_sum(index)
+                self.flags[index] |= self.others[index]
+            if takes or not has_grads:
+                del self.others[index]
 
     def continues(self, indices):
         """Whether a pass adds in place to what delayed ones have left of some optimizers."""
         left = [self.names[index] for index in indices if index in self.delayed]
         return any(not self.grads.keys().isdisjoint(names) for names in left)
 
-    def check_sum(self, indices):
-        """Checks what delayed passes, and skipped steps, have left."""
+    def overflows(self, indices):
+        """Whether gradients of optimizers are inf or NaN, which a static scale does not check."""
         names = set().union(*(self.names[index] for index in indices))
-        if self.dynamic and not all(math.isfinite(self.grads.get(name, 0.0)) for name in names):
-            for index in indices:
-                self.flags[index] = True
+        is_finite = all(math.isfinite(self.grads.get(name, 0.0)) for name in names)
+        return self.dynamic and not is_finite
+
+    def check_sum(self, index):
+        """Checks what a skipped step may have left."""
+        self.flags[index] |= self.overflows([index])
 
     def lent_factors(self, own):
         """Factors of weights of other optimizers, which the pass reaches, too."""
@@ -197,7 +223,7 @@ class Program:
         index = self.index()
         for name in self.names[index]:
             self.choose.choice([getattr(self.model, name), self.params[name]]).grad = None
-        self.forget(self.names[index])
+            self.grads.pop(name, None)  # in no call of amp: a delayed pass goes on
 
     def fail(self):
         self.block(fails=True)
@@ -206,8 +232,10 @@ class Program:
         index = self.index()
         self.optimizers[index].step()
         members = [*self.delayed.get(index, ())]
-        self.check_sum(members)
-        self.check_sum([index])
+        if members:
+            self.flag(members, self.given[index], self.overflows(members))
+        self.settle([index], takes=True)
+        self.check_sum(index)
         for other in members:
             del self.delayed[other]
         if self.weight_written and not self.master_written and self.has_masters:
