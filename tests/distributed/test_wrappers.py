@@ -109,6 +109,33 @@ def test_ranks_that_use_different_parameters_have_the_same_gradients(on_two_rank
         assert grads == [[12.0] * 2, [10.0] * 2, [12.0] * 2]
 
 
+# -- around the wrapper ------------------------------------------------------------------------
+
+
+def train_partly_around(rank, level, wrap):
+    """Each step follows a pass through the module itself, which is local, and one that sends."""
+    model, optimizer = cases.prepare(level, seed=0)
+    parallel = cases.WRAPPERS[wrap](model)
+    for step in range(3):
+        optimizer.zero_grad()
+        cases.backward(model, optimizer, *cases.rank_batch(rank, 2 * step))
+        cases.backward(parallel, optimizer, *cases.rank_batch(rank, 2 * step + 1))
+        optimizer.step()
+    return cases.state(model, optimizer)
+
+
+@loops.every(level=["O1", "O2", "O5"], wrap=["torch", "torch views", "apex delayed"])
+def test_a_pass_around_the_wrapper_is_sent_by_the_next_one_through_it(on_two_ranks, level, wrap):
+    found = cases.alike(on_two_ranks(train_partly_around, level, wrap))
+    model, optimizer = cases.prepare(level, seed=0)
+    for step in range(3):
+        optimizer.zero_grad()
+        cases.backward(model, optimizer, *cases.joined(2 * step))
+        cases.backward(model, optimizer, *cases.joined(2 * step + 1))
+        optimizer.step()
+    cases.assert_trained_alike(found, optimizer, level)
+
+
 # -- around a part of the model --------------------------------------------------------------
 
 
