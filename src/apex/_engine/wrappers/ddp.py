@@ -100,11 +100,20 @@ class DDPWrappers:
         """Returns whether a parameter's gradient is a view of a wrapper's buffer, which it reuses.
 
         The gradient's storage does not show this: a buffer of one parameter has the same size.
+
+        Raises:
+            RuntimeError: If a wrapper has yet to replace the gradient by its average.
         """
-        return any(
-            wrapper.gradient_as_bucket_view and id(param) in state.sent
-            for wrapper, state in self._states.items()
-        )
+        wrappers = [wrapper for wrapper, state in self._states.items() if id(param) in state.sent]
+        if any(map(ddp.is_unfinished, wrappers)):
+            raise RuntimeError(
+                "amp.scale_loss was entered before DistributedDataParallel had averaged the "
+                "gradients of the block before, whose loss did not use all parameters. Add up the "
+                "losses of a forward pass in one block, or pass delay_unscale=True to all blocks "
+                "but the last. If no loss uses some parameters, pass find_unused_parameters=True "
+                "to DistributedDataParallel."
+            )
+        return any(wrapper.gradient_as_bucket_view for wrapper in wrappers)
 
     def sends(self, params: Sequence[Tensor]) -> bool:
         """Returns whether the wrappers of parameters send the gradients of this pass."""
