@@ -256,3 +256,31 @@ def test_ranks_that_average_in_the_block_skip_together(on_two_ranks, level):
     model, optimizer = cases.prepare(level, seed=0)
     loops.train(model, optimizer, data=[cases.joined(0), cases.joined(2)])
     cases.assert_trained_alike(first, optimizer, level)
+
+
+def accumulate_inside(rank, level):
+    """Without a wrapper: the last block of an update averages what all have left."""
+    model, optimizer = cases.prepare(level, seed=0)
+    for step in range(6):
+        last = step % 2 == 1
+        loss = loops.loss_of(model, *cases.rank_batch(rank, step))
+        with amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled_loss:
+            scaled_loss.backward()
+            for param in model.parameters() if last else ():
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return cases.state(model, optimizer)
+
+
+def test_ranks_that_average_in_the_last_block_average_the_sum(on_two_ranks, level):
+    found = cases.alike(on_two_ranks(accumulate_inside, level))
+    model, optimizer = cases.prepare(level, seed=0)
+    for step in range(6):
+        cases.backward(model, optimizer, *cases.joined(step))
+        if step % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    cases.assert_trained_alike(found, optimizer, level)

@@ -109,6 +109,78 @@ def test_ranks_that_use_different_parameters_have_the_same_gradients(on_two_rank
         assert grads == [[12.0] * 2, [10.0] * 2, [12.0] * 2]
 
 
+# -- around the wrapper ------------------------------------------------------------------------
+
+
+def train_partly_around(rank, level, wrap):
+    """Each step follows a pass through the module itself, which is local, and one that sends."""
+    model, optimizer = cases.prepare(level, seed=0)
+    parallel = cases.WRAPPERS[wrap](model)
+    for step in range(3):
+        optimizer.zero_grad()
+        cases.backward(model, optimizer, *cases.rank_batch(rank, 2 * step))
+        cases.backward(parallel, optimizer, *cases.rank_batch(rank, 2 * step + 1))
+        optimizer.step()
+    return cases.state(model, optimizer)
+
+
+@loops.every(level=["O1", "O2", "O5"], wrap=["torch", "torch views", "apex delayed"])
+def test_a_pass_around_the_wrapper_is_sent_by_the_next_one_through_it(on_two_ranks, level, wrap):
+    found = cases.alike(on_two_ranks(train_partly_around, level, wrap))
+    model, optimizer = cases.prepare(level, seed=0)
+    for step in range(3):
+        optimizer.zero_grad()
+        cases.backward(model, optimizer, *cases.joined(2 * step))
+        cases.backward(model, optimizer, *cases.joined(2 * step + 1))
+        optimizer.step()
+    cases.assert_trained_alike(found, optimizer, level)
+
+
+# -- several losses of one forward pass --------------------------------------------------------
+
+
+class TwoHeads(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        self.actor, self.critic = loops.net(seed), loops.net(seed + 1)
+
+    def forward(self, x):
+        return self.actor(x), self.critic(x)
+
+
+def train_two_heads(rank, level, delay):
+    """The wrapper averages the gradients of both losses in the pass of the second."""
+    model, optimizer = cases.initialized(level, TwoHeads(seed=rank))
+    parallel = DistributedDataParallel(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        x, y = cases.rank_batch(rank, step)
+        losses = [torch.nn.functional.mse_loss(output.float(), y) for output in parallel(x)]
+        loops.scaled_backward(losses[0], optimizer, delay_unscale=delay)
+        if not delay:
+            with pytest.raises(RuntimeError, match="delay_unscale=True to all blocks but the last"):
+                loops.scaled_backward(losses[1], optimizer)
+            return None
+        loops.scaled_backward(losses[1], optimizer)
+        optimizer.step()
+    return cases.state(model, optimizer)
+
+
+@loops.every(level=["O1", "O2", "O5"], delay=[False, True])
+def test_losses_of_one_forward_pass_may_use_different_parameters(on_two_ranks, level, delay):
+    found = cases.alike(on_two_ranks(train_two_heads, level, delay))
+    if not delay:
+        return
+    model, optimizer = cases.initialized(level, TwoHeads(seed=0))
+    for step in range(3):
+        optimizer.zero_grad()
+        x, y = cases.joined(step)
+        losses = [torch.nn.functional.mse_loss(output.float(), y) for output in model(x)]
+        loops.scaled_backward(sum(losses), optimizer)
+        optimizer.step()
+    cases.assert_trained_alike(found, optimizer, level)
+
+
 # -- around a part of the model --------------------------------------------------------------
 
 

@@ -164,7 +164,6 @@ class BackwardPass:
                 wrapped.share_masters(trained)
             else:
                 self._delay_unscale = True
-                wrapped.ddp.set_local(trained, is_local=True)
 
     def _scale_unsent(self) -> None:
         """Scales what FSDP2 keeps of earlier passes until a later one sends it, for the block."""
@@ -175,11 +174,13 @@ class BackwardPass:
                 self._contexts.enter_context(unsent)
 
     def _note_shared(self) -> None:
-        """Records that ranks have shared what wrappers found in the gradients."""
+        """Records whether ranks have shared what wrappers found in the gradients."""
+        trained: list[nn.Parameter] = []
         for prepared in self.prepared_optimizers:
-            trained = prepared.trained_params()
-            if prepared.session.shares_grads(trained):
-                prepared.session.ddp.set_local(trained, is_local=False)
+            if prepared.session.under_ddp:
+                trained += prepared.trained_params()
+        for session in {prepared.session for prepared in self.prepared_optimizers}:
+            session.ddp.end_pass(trained)
 
     def borrowable(self) -> tuple[list[PreparedOptimizer], list[nn.Parameter]]:
         """Returns the other optimizers, and parameters that none steps, that the pass may reach."""
@@ -331,8 +332,7 @@ class BackwardPass:
                 self._leave_unchecked()
             else:
                 self._finish()
-            if self._adding:
-                self._note_shared()
+            self._note_shared()
         self.session.observer.block_ends(self)
 
     def forget(self, prepared: PreparedOptimizer) -> None:

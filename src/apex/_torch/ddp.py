@@ -37,6 +37,19 @@ def broadcast(wrapper: DistributedDataParallel, tensors: list[Tensor]) -> None:
     broadcast_all(wrapper.process_group, tensors, wrapper.broadcast_bucket_size, 0)
 
 
+def is_unfinished(wrapper: DistributedDataParallel) -> bool:
+    """Returns whether a backward pass has reached only some of the parameters of its forward.
+
+    The wrapper writes the averages once a pass reaches the others.
+    """
+    try:
+        # Private in torch. Without it, a block does not refuse gradients that are about to change.
+        getattr(wrapper, "_check_reducer_finalized", bool)()
+    except RuntimeError:
+        return True
+    return False
+
+
 def unsent_dtypes(wrapper: DistributedDataParallel) -> set[torch.dtype]:
     """Returns the 16-bit dtypes that the wrapper's parameters were cast to after it was made.
 

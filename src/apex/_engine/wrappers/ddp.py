@@ -21,17 +21,19 @@ class _WrapperState:
 
     Attributes:
         sent: Ids of the parameters whose gradients it averages over all ranks.
-        sends: Whether the latest forward pass under it will send its gradients.
+        sends: Whether the latest forward pass under it will send its gradients; ``None`` once a
+            block's pass has done so.
         traced: Whether its forward passes are compiled.
         shared: Whether its masters have been made equal on all ranks.
-        is_local: Whether ranks may hold gradients that it has yet to send, as under ``no_sync``.
+        is_local: Whether ranks may hold gradients that it has yet to send, as of passes under
+            ``no_sync`` or around it.
     """
 
     sent: set[int]
-    sends: bool = True
+    sends: bool | None = True
     traced: bool = False
     shared: bool = False
-    is_local: bool = False
+    is_local: bool = True
 
     def mark_forward(self, wrapper: DistributedDataParallel) -> None:
         """Records whether a forward pass that begins now will send its gradients."""
@@ -98,30 +100,41 @@ class DDPWrappers:
         """Returns whether a parameter's gradient is a view of a wrapper's buffer, which it reuses.
 
         The gradient's storage does not show this: a buffer of one parameter has the same size.
+
+        Raises:
+            RuntimeError: If a wrapper has yet to replace the gradient by its average.
         """
-        return any(
-            wrapper.gradient_as_bucket_view and id(param) in state.sent
-            for wrapper, state in self._states.items()
-        )
+        wrappers = [wrapper for wrapper, state in self._states.items() if id(param) in state.sent]
+        if any(map(ddp.is_unfinished, wrappers)):
+            raise RuntimeError(
+                "amp.scale_loss was entered before DistributedDataParallel had averaged the "
+                "gradients of the block before, whose loss did not use all parameters. Add up the "
+                "losses of a forward pass in one block, or pass delay_unscale=True to all blocks "
+                "but the last. If no loss uses some parameters, pass find_unused_parameters=True "
+                "to DistributedDataParallel."
+            )
+        return any(wrapper.gradient_as_bucket_view for wrapper in wrappers)
 
     def sends(self, params: Sequence[Tensor]) -> bool:
         """Returns whether the wrappers of parameters send the gradients of this pass."""
-        return all(
-            state.sends or state.sent.isdisjoint(map(id, params)) for state in self._states.values()
-        )
+        sending = {state.sends for state in self._states_of(params)}
+        return not sending or (True in sending and False not in sending)
 
-    def set_local(self, params: Sequence[Tensor], *, is_local: bool) -> None:
-        """Records whether ranks hold gradients of parameters that have yet to be sent."""
-        for state in self._states.values():
-            if not state.sent.isdisjoint(map(id, params)):
-                state.is_local = is_local
+    def _states_of(self, params: Sequence[Tensor]) -> list[_WrapperState]:
+        ids = {*map(id, params)}
+        return [state for state in self._states.values() if not state.sent.isdisjoint(ids)]
+
+    def end_pass(self, params: Sequence[Tensor]) -> None:
+        """Records that a block's pass over parameters is over: a forward pass sends only one."""
+        is_sent = self.sends(params)
+        for state in self._states_of(params):
+            if state.sends or not is_sent:
+                state.is_local = not is_sent
+            state.sends = None
 
     def holds_local(self, params: Sequence[Tensor]) -> bool:
         """Returns whether ranks may hold gradients of parameters that have yet to be sent."""
-        return any(
-            state.is_local and not state.sent.isdisjoint(map(id, params))
-            for state in self._states.values()
-        )
+        return any(state.is_local for state in self._states_of(params))
 
     def share_masters(self, masters: MasterTable, params: Sequence[Tensor]) -> None:
         """Broadcasts masters, once for each wrapper of the parameters.
