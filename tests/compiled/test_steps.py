@@ -30,6 +30,22 @@ def test_compiled_step_trains_as_eager_and_skips_overflows(level):
     assert scale == expected_scale
 
 
+@pytest.mark.parametrize("level", loops.MIXED)
+def test_a_thread_trains_while_another_one_compiles(level):
+    """torch then says in each thread that it compiles."""
+    model, optimizer = loops.prepared(level, loss_scale="dynamic")
+    reference, plain = loops.prepared(level, loss_scale="dynamic")
+    expected = loops.train(reference, plain)
+    losses = []
+
+    def backend(graph, example_inputs):
+        losses.extend(loops.in_a_thread(lambda: loops.train(model, optimizer)))
+        return graph
+
+    torch.compile(torch.sin, backend=backend)(torch.ones(2))
+    assert loops.same((losses, loops.masters(optimizer)), (expected, loops.masters(plain)))
+
+
 @cases.SAME_GRAPHS
 def test_compiled_step_breaks_no_oftener_than_autocast_and_grad_scaler():
     model, optimizer = loops.plain_pair(loops.OPTIMIZERS["Adam"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.utils import _foreach_utils
 
 from apex._torch.copies import moved
 from apex._torch.dispatcher import AUTOCAST_KEYS, has_kernel
@@ -27,7 +27,8 @@ def group(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """
     if not tensors:  # torch refuses an empty list
         return
-    groups: Any = Optimizer._group_tensors_by_device_and_dtype([[*tensors]])
+    # Not the optimizers' method, which makes one group while any thread compiles.
+    groups: Any = _foreach_utils._group_tensors_by_device_and_dtype([[*tensors]])
     for (_, dtype), (lists, _) in groups.items():
         same = lists[0]
         if dtype.is_complex:
