@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from tests.support.features import TORCH_VERSION
-from tests.support.loops import loss_scale, masters, prepared
+from tests.support.loops import in_a_thread, loss_scale, masters, prepared
 from tests.support.reference import plain_loops
 
 UNTRACED = "this torch does not trace the context of a generator"
@@ -65,6 +65,18 @@ def compiled(fn, *, backend="aot_eager", fullgraph=True, **options):
     """``torch.compile(fn)``, and what counts its graphs (``frame_count``)."""
     graphs = CompileCounterWithBackend(backend)
     return torch.compile(fn, backend=graphs, fullgraph=fullgraph, **options), graphs
+
+
+def while_compiling(call):
+    """What ``call`` returns in a thread of its own, while this one compiles."""
+    results = []
+
+    def backend(graph, example_inputs):
+        results.append(in_a_thread(call))
+        return graph
+
+    torch.compile(torch.sin, backend=backend)(torch.ones(2))
+    return results[0]
 
 
 def dtypes(outputs):

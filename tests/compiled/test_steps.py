@@ -36,14 +36,23 @@ def test_a_thread_trains_while_another_one_compiles(level):
     model, optimizer = loops.prepared(level, loss_scale="dynamic")
     reference, plain = loops.prepared(level, loss_scale="dynamic")
     expected = loops.train(reference, plain)
-    losses = []
-
-    def backend(graph, example_inputs):
-        losses.extend(loops.in_a_thread(lambda: loops.train(model, optimizer)))
-        return graph
-
-    torch.compile(torch.sin, backend=backend)(torch.ones(2))
+    losses = cases.while_compiling(lambda: loops.train(model, optimizer))
     assert loops.same((losses, loops.masters(optimizer)), (expected, loops.masters(plain)))
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_written_masters_and_plain_sums_are_exact_while_another_thread_compiles(level):
+    def outputs_and_sum():
+        model, optimizer = loops.prepared(level, model=loops.Weights("a"), loss_scale=1.0)
+        (master,) = amp.master_params(optimizer)
+        with torch.no_grad():
+            master.mul_(0.5)
+        outputs = [model(a=1.0) for _ in range(300)]
+        for output in outputs:
+            output.backward()
+        return outputs[0].item(), master.grad[0].item()
+
+    assert cases.while_compiling(outputs_and_sum) == (1.0, 300.0)
 
 
 @cases.SAME_GRAPHS

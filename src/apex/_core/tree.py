@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from apex._core.dtypes import CASTABLE
+from apex._torch.dynamo import is_compiling
 
 T = TypeVar("T")
 LeafFunction = Callable[[Any], Any]
@@ -23,8 +24,6 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Call = tuple[Args, Kwargs]
 """Positional and keyword arguments."""
-
-_is_compiling = torch.compiler.is_compiling
 
 
 def map_leaves(fn: LeafFunction, obj: T) -> T:
@@ -129,7 +128,7 @@ def _converted(obj: Any, dtype: torch.dtype) -> Any:
     if nothing is cast, or if its ``to`` takes no dtype (a batch of graphs) and raises.
     """
     copied = obj
-    if not _is_compiling():
+    if not is_compiling():
         with contextlib.suppress(Exception):  # of an object that cannot be copied
             copied = copy.copy(obj)
             # Also containers, as ``to`` may assign to their items.
@@ -248,7 +247,7 @@ def _tuple_like(obj: Any, items: list[Any]) -> Any:
     is_named = hasattr(cls, "_fields")
     attributes = getattr(obj, "__dict__", None)
     # dynamo traces only the class's own ``__new__``.
-    if _is_compiling() or (attributes is None and not is_named):
+    if is_compiling() or (attributes is None and not is_named):
         if is_named:
             return cls(*items)
         return cls(items)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, Literal, Protocol, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,7 +37,7 @@ from apex._engine.wrappers import Wrapper
 from apex._engine.wrappers.ddp import DDPWrappers
 from apex._engine.wrappers.fsdp import Shards
 from apex._torch.autograd import autocast_depth, backward_id, is_transformed
-from apex._torch.dynamo import untraced
+from apex._torch.dynamo import is_compiling, untraced
 
 STATE = "_apex_state"
 """Attribute of a converted model: the state of its conversion, which holds the session."""
@@ -284,6 +283,6 @@ class _PassReaches:
     def __call__(self, gradient: object) -> None:
         session = self._session()
         pair = self._pair()
-        is_traced = torch.compiler.is_compiling()  # by compiled autograd
+        is_traced = is_compiling()  # by compiled autograd
         if session is not None and pair is not None and not is_traced:
             session.prepare_grads([pair])

@@ -112,6 +112,15 @@ def is_tracing() -> bool:
     return torch._guards.TracingContext.try_get() is not None
 
 
+def is_compiling() -> bool:
+    """Returns whether this thread traces or exports; torch's question is about all threads."""
+    if not torch.compiler.is_compiling():
+        return False
+    if torch.compiler.is_dynamo_compiling() or is_tracing():
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0  # an export without dynamo
+
+
 @untraced_frame
 def is_compiling_here() -> bool:
     """Returns whether this thread is compiling or running compiled code."""

@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
 from apex._core import tree
+from apex._torch.dynamo import is_compiling
 from apex.parallel.gradient_reduction import GradientReduction, reduce_gradients
 
 
@@ -40,7 +40,7 @@ class DelayedReduction:
         """Sets whether backward passes from ``output``, in any nesting, end with a reduction."""
         self._on = on
         self._queued = False  # a backward pass that raised may have left it set
-        if on and not torch.compiler.is_compiling():  # compiled code has no nested passes
+        if on and not is_compiling():  # compiled code has no nested passes
             tree.map_tensors(self._register_output, output)
 
     def queue(self, _: object) -> None:

@@ -23,14 +23,12 @@ from apex._engine.autocast.ambient import (
 )
 from apex._torch.autograd import backward_id
 from apex._torch.dispatcher import weight_cache_is_safe
-from apex._torch.dynamo import at_tracing, untraced
+from apex._torch.dynamo import at_tracing, is_compiling, untraced
 
 R = TypeVar("R")
 
 Switch = tuple[Sequence[str], torch.dtype | None]
 """Device types, and the dtype that autocast casts to there; ``None`` turns autocast off."""
-
-_is_compiling = torch.compiler.is_compiling
 
 
 def under(
@@ -87,7 +85,7 @@ class Region:
 
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
         """Returns how the region sets autocast for a call with these arguments."""
-        if _is_compiling():
+        if is_compiling():
             return devices_cast(), None
         is_cached = torch.is_autocast_cache_enabled()
         if backward_id() != -1:
@@ -143,7 +141,7 @@ class AutocastRegion(Region):
 @contextmanager
 def casts_off() -> Iterator[None]:
     """A context or decorator in which nothing is cast, also in regions inside it."""
-    if not _is_compiling():
+    if not is_compiling():
         follow_sessions()
     devices = devices_on()
     if devices:  # one at a time, as :func:`under`
@@ -167,7 +165,7 @@ def _is_ours(device: str) -> bool:
 
 def active_dtype() -> torch.dtype | None:
     """Returns the dtype that this thread casts to now; None without casts. Dynamo can trace it."""
-    if not _is_compiling():
+    if not is_compiling():
         follow_sessions()
     devices = devices_cast()
     return torch.get_autocast_dtype(devices[0]) if devices else None

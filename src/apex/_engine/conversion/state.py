@@ -26,7 +26,13 @@ from apex._engine.session import STATE, Session
 from apex._torch import ranks
 from apex._torch.autograd import backward_id, unrecorded
 from apex._torch.ddp import active_wrapper
-from apex._torch.dynamo import at_tracing, is_tracing, recompile_on_change, untraced
+from apex._torch.dynamo import (
+    at_tracing,
+    is_compiling,
+    is_tracing,
+    recompile_on_change,
+    untraced,
+)
 from apex._torch.modules import own_tensors
 
 Entries = MutableMapping[str, Any]
@@ -108,7 +114,7 @@ class ModelState:
 
         A pass that is being traced only records the wrappers. Guards of compiled code round.
         """
-        is_traced = torch.compiler.is_compiling() or is_tracing()
+        is_traced = is_compiling() or is_tracing()
         if not is_traced:
             self.use()
         self.record_wrappers(traced=is_traced)

@@ -34,10 +34,8 @@ from apex._engine.conversion.state import ModelState, state_of
 from apex._engine.masters import mark_zeros, without_grad
 from apex._engine.session import STATE
 from apex._engine.wrappers.averages import averages
-from apex._torch.dynamo import is_exporting_onnx
+from apex._torch.dynamo import is_compiling, is_exporting_onnx
 from apex._torch.modules import named_parameters
-
-_is_compiling = torch.compiler.is_compiling
 
 _log = logging.getLogger("apex")
 
@@ -187,7 +185,7 @@ class _Method:
         function = getattr(self._base, self._name)  # now, as scripts replace methods
         if torch.compiler.is_dynamo_compiling():  # false in Python that dynamo itself calls
             return functools.partial(function, model)  # dynamo cannot trace MethodType
-        if _is_compiling():
+        if is_compiling():
             return MethodType(function, model)
         if is_exporting_onnx():
             raise RuntimeError(_ONNX)
@@ -210,7 +208,7 @@ def _casting_forward(own: Any) -> Any:
         run = state.inner_forward or super(Converted, self).forward
         cast = begin_call(state, args, kwargs)
         cast_args, cast_kwargs = cast
-        if _is_compiling():
+        if is_compiling():
             return end_call(state, state.region.run_traced(run, cast_args, cast_kwargs))
         with ExitStack() as call:
             observer = state.session.observer
