@@ -175,12 +175,13 @@ class BackwardPass:
 
     def _note_shared(self) -> None:
         """Records whether ranks have shared what wrappers found in the gradients."""
-        trained: list[nn.Parameter] = []
+        trained: dict[Session, list[nn.Parameter]] = {}
         for prepared in self.prepared_optimizers:
-            if prepared.session.under_ddp:
-                trained += prepared.trained_params()
-        for session in {prepared.session for prepared in self.prepared_optimizers}:
-            session.ddp.end_pass(trained)
+            session = prepared.session
+            if session.under_ddp:
+                trained.setdefault(session, []).extend(prepared.trained_params())
+        for session, params in trained.items():
+            session.ddp.end_pass(params)
 
     def borrowable(self) -> tuple[list[PreparedOptimizer], list[nn.Parameter]]:
         """Returns the other optimizers, and parameters that none steps, that the pass may reach."""
