@@ -230,7 +230,7 @@ class BackwardPass:
         for prepared in own:
             prepared.begin_pass(self, in_place=prepared in self._adding)
         for lender in lenders:
-            lender.lend_to(self, in_place=lender in self._adding)
+            lender.begin_pass(self, in_place=lender in self._adding)
             self._lenders.append(lender)
         self.stash.put_aside(unowned, self.session.reuses_grad)
         self._unowned = unowned

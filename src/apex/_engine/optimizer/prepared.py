@@ -179,14 +179,9 @@ class PreparedOptimizer:
         return self._thread is ambient.this_thread()
 
     def begin_pass(self, begun: Pass, *, in_place: bool) -> None:
-        """Prepares the gradients for a pass that was given the optimizer."""
+        """Prepares the gradients for a pass that was given the optimizer, or that may reach it."""
         self.note_thread()
         self.make_room(scaled=begun.scaled, in_place=in_place)
-        self.unfinished_pass = begun
-
-    def lend_to(self, begun: Pass, *, in_place: bool) -> None:
-        """Prepares the gradients for a pass that may reach them, and gives them back."""
-        self.make_room(scaled=True, in_place=in_place)
         self.unfinished_pass = begun
 
     def end_pass(self, earlier: Pass | None = None) -> None:

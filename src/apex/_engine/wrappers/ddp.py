@@ -128,6 +128,7 @@ class DDPWrappers:
         """Records that a block's pass over parameters is over: a forward pass sends only one."""
         is_sent = self.sends(params)
         for state in self._states_of(params):
+            # Without a forward pass since, a wrapper has sent nothing: what is local stays so.
             if state.sends or not is_sent:
                 state.is_local = not is_sent
             state.sends = None

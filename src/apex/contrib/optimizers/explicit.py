@@ -51,7 +51,7 @@ class ExplicitOptimizer(FusedOptimizer):
             self._norms = [norm / scale for norm in grad_norms]
         try:
             loss = super().step(closure)
-            increment_version(self._given)  # which torch's fused kernels do not
+            increment_version(self._given)  # torch's fused kernels count no writes
         finally:
             del self._given, self._scale, self._norms
         params = list(outputs)
