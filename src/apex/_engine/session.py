@@ -50,8 +50,8 @@ Maker = Literal["initialize", "init", "suggest"]
 class Member(Protocol):
     """The state of an optimizer, as its session and models know it."""
 
-    def forget_cleared(self, cleared: set[int]) -> None:
-        """Forgets what unfinished passes hold for parameters, by ``id``, that were cleared."""
+    def forget_cleared(self, cleared: Sequence[Tensor]) -> None:
+        """Forgets what unfinished passes hold for parameters whose gradients were cleared."""
         ...
 
 
@@ -170,9 +170,8 @@ class Session:
     # -- gradients ---------------------------------------------------------------------------
 
     @untraced  # dynamo of torch 2.10 cannot trace the weak table
-    def forget_cleared(self, params: Iterable[Tensor]) -> None:
+    def forget_cleared(self, cleared: Sequence[Tensor]) -> None:
         """Forgets what unfinished passes hold for parameters whose gradients were cleared."""
-        cleared = {*map(id, params)}
         for member in [*self.members]:
             member.forget_cleared(cleared)
 

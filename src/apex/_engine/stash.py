@@ -43,10 +43,11 @@ class Stash:
             param.grad = None
         self._grads.update(taken)
 
-    def drop(self, ids: Iterable[int]) -> None:
+    def drop(self, cleared: Iterable[Tensor]) -> None:
         """Drops the gradients of parameters that were cleared."""
-        for key in ids:
-            self._grads.pop(key, None)
+        if self._grads:
+            for param in cleared:
+                self._grads.pop(id(param), None)
 
     def remove_new(self) -> None:
         """Removes what a pass that failed has put in the place of those put aside."""

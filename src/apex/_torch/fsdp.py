@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from apex._torch.dispatcher import TORCH_VERSION
-from apex._torch.modules import named_parameters
+from apex._torch.modules import params_in
 
 _MODULE = "torch.distributed.fsdp"
 """Used only if a script has imported it, to keep ``import apex.amp`` fast."""
@@ -21,7 +21,7 @@ _MODULE = "torch.distributed.fsdp"
 
 def is_flattened(model: nn.Module) -> bool:
     """Returns whether FullyShardedDataParallel (FSDP1) has flattened parameters of a model."""
-    return any(getattr(param, "_fsdp_flattened", False) for _, param in named_parameters(model))
+    return any(getattr(param, "_fsdp_flattened", False) for param in params_in(model))
 
 
 def sharded_modules(model: nn.Module) -> Iterator[nn.Module]:

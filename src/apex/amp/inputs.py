@@ -20,7 +20,7 @@ from apex._engine.conversion.state import is_converted
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.wrappers import zero
 from apex._torch import parameters
-from apex._torch.modules import named_parameters
+from apex._torch.modules import named_parameters, params_in
 from apex.amp._amp_state import _amp_state
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -202,7 +202,7 @@ def _are_of_another_model(params: Sequence[Tensor], models: Sequence[nn.Module])
         return False
     of_models: list[Tensor] = []
     for model in models:
-        of_models += [param for _, param in named_parameters(model)]
+        of_models += params_in(model)
     if not any(param.requires_grad for param in of_models):
         return False
     return set(map(id, params)).isdisjoint(map(id, of_models))
@@ -247,5 +247,5 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
 def _params(models: Iterable[nn.Module]) -> set[int]:
     ids: set[int] = set()
     for model in models:
-        ids.update(id(param) for _, param in named_parameters(model))
+        ids.update(map(id, params_in(model)))
     return ids

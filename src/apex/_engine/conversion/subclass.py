@@ -35,7 +35,7 @@ from apex._engine.masters import mark_zeros, without_grad
 from apex._engine.session import STATE
 from apex._engine.wrappers.averages import averages
 from apex._torch.dynamo import is_compiling, is_exporting_onnx
-from apex._torch.modules import named_parameters
+from apex._torch.modules import params_in
 
 _log = logging.getLogger("apex")
 
@@ -93,7 +93,7 @@ class Converted(nn.Module):
         own_method: Any = super().zero_grad
         own_method(*args, **kwargs)
         session = _own_state(self).session
-        params = [param for _, param in named_parameters(self)]
+        params = [*params_in(self)]
         if getattr(own_method, "__func__", None) is nn.Module.zero_grad:
             mark_zeros(filter(None, map(session.masters.pair_of, params)))
         else:

@@ -27,7 +27,7 @@ from apex._torch import dtensor, foreach
 from apex._torch.autograd import backward_id
 from apex._torch.copies import capturing, moved
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
-from apex._torch.modules import named_parameters
+from apex._torch.modules import params_in
 from apex._torch.parameters import without_overrides
 
 _SECOND_ORDER = (
@@ -244,8 +244,8 @@ class PreparedOptimizer:
         """Adds the gradients that were put aside; returns whether there are some."""
         return self.stash.give_back(self.masters.pair_of)
 
-    def forget_cleared(self, cleared: set[int]) -> None:
-        """Forgets what unfinished passes hold for parameters, by ``id``, that were cleared.
+    def forget_cleared(self, cleared: Sequence[Tensor]) -> None:
+        """Forgets what unfinished passes hold for parameters whose gradients were cleared.
 
         If they are all of the optimizer's, a delayed pass ends for it.
         """
@@ -256,7 +256,7 @@ class PreparedOptimizer:
         is_delayed = begun is not None and not begun.is_open
         if not (is_delayed or self.overflow_of_others is not None):
             return
-        if cleared.issuperset(map(id, self.trained_params())):
+        if {*map(id, cleared)}.issuperset(map(id, self.trained_params())):
             self.overflow_of_others = None
             if begun is not None and is_delayed:
                 begun.forget(self)
@@ -583,7 +583,7 @@ def reachable(
         if not is_beside or other.shards in other.wrappers:
             continue
         for model in other.models:
-            for _, param in named_parameters(model):
+            for param in params_in(model):
                 if id(param) not in stepped:
                     unowned[id(param)] = param
     return lenders, [*unowned.values()]
