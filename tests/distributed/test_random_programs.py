@@ -25,7 +25,8 @@ OPTIONS = {
     "O4": {},
     "O5": {},
 }
-CALLS = ["block"] * 4 + ["no_sync", "delayed", "step", "plain"] * 2 + ["clear", "edit", "evaluate"]
+CALLS = ["block"] * 4 + ["no_sync", "delayed", "step", "plain"] * 2
+CALLS += ["clear", "edit", "evaluate", "drop_loss"]
 
 
 class Program:
@@ -48,26 +49,34 @@ class Program:
         self.weights = dict.fromkeys("abcd", 1.0)
         self.grads = {}  # of both ranks
         self.is_local = False
+        # Whether a forward pass has begun to send, and no pass has done so yet.
+        self.awaits_pass = False
         self.unchecked = set()  # optimizers
         self.skips = [False] * len(self.names)
 
     def run_pass(self, indices, *, local=False, overflows=False, **options):
         """A pass for some optimizers, which all weights are in; ``None`` for one without amp."""
         factors = {name: [float(self.choose.randint(-3, 3)) for _ in range(2)] for name in "abcd"}
-        if overflows:
-            factors[self.choose.choice("abcd")][self.choose.randrange(2)] = math.inf
+        overflowed = self.choose.choice("abcd") if overflows else None
+        if overflowed:
+            factors[overflowed][self.choose.randrange(2)] = math.inf
+        is_around = local and self.choose.random() < 0.5
         with self.parallel.no_sync() if local else contextlib.nullcontext():
-            loss = self.parallel(**{name: pair[self.rank] for name, pair in factors.items()})
+            model = self.model if is_around else self.parallel
+            loss = model(**{name: pair[self.rank] for name, pair in factors.items()})
             if indices is None:
                 loss.backward()
             else:
                 given = [self.optimizers[index] for index in indices]
                 loops.scaled_backward(loss, given, **options)
+        local = local and not self.awaits_pass
         for name, pair in factors.items():
             before = self.grads.get(name, [0.0, 0.0])
             total = [old + new for old, new in zip(before, pair, strict=True)]
             self.grads[name] = total if local else [sum(total) / 2.0] * 2
         self.is_local = local
+        self.awaits_pass = False
+        return overflowed
 
     def block(self, *, local=False, delays=False, indices=None):
         count = len(self.optimizers)
@@ -75,13 +84,19 @@ class Program:
             indices = self.choose.sample(range(count), self.choose.randint(1, count))
         overflows = self.dynamic and self.choose.random() < 0.1
         options = {"loss_id": self.choose.randrange(2), "delay_unscale": delays}
-        self.run_pass(indices, local=local, overflows=overflows, **options)
-        if local or delays:
+        is_sent = not local or self.awaits_pass
+        overflowed = self.run_pass(indices, local=local, overflows=overflows, **options)
+        if delays or not is_sent:
             self.unchecked.update(indices)
             return
         self.unchecked.difference_update(indices)
+        # An overflow that another block has found already concerns its own optimizer alone.
+        shared = ""
+        for each in indices:
+            if not self.skips[each] or overflowed in [*self.names[each]]:
+                shared += self.names[each]
         for index, own in enumerate(self.names):
-            names = "".join(self.names[each] for each in indices) if index in indices else own
+            names = own + shared if index in indices else own
             self.skips[index] = any(math.isinf(self.grads[name][0]) for name in names)
         if any(self.skips):
             self.step()
@@ -124,6 +139,13 @@ class Program:
     def evaluate(self):
         with torch.no_grad():
             self.parallel(a=1.0)
+
+    def drop_loss(self):
+        """A forward pass that no backward pass follows, as of a batch that is skipped."""
+        is_sent = self.choose.random() < 0.5
+        with contextlib.nullcontext() if is_sent else self.parallel.no_sync():
+            self.parallel(**dict.fromkeys("abcd", 1.0))
+        self.awaits_pass |= is_sent
 
     def step(self):
         if self.is_local or self.unchecked:

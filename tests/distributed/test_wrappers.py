@@ -149,11 +149,15 @@ class TwoHeads(nn.Module):
 
 
 def train_two_heads(rank, level, delay):
-    """The wrapper averages the gradients of both losses in the pass of the second."""
+    """The wrapper averages the gradients of both losses in the pass of the second.
+
+    The second step adds them to those of the first.
+    """
     model, optimizer = cases.initialized(level, TwoHeads(seed=rank))
     parallel = DistributedDataParallel(model)
     for step in range(3):
-        optimizer.zero_grad()
+        if step != 1:
+            optimizer.zero_grad()
         x, y = cases.rank_batch(rank, step)
         losses = [torch.nn.functional.mse_loss(output.float(), y) for output in parallel(x)]
         loops.scaled_backward(losses[0], optimizer, delay_unscale=delay)
@@ -173,7 +177,8 @@ def test_losses_of_one_forward_pass_may_use_different_parameters(on_two_ranks, l
         return
     model, optimizer = cases.initialized(level, TwoHeads(seed=0))
     for step in range(3):
-        optimizer.zero_grad()
+        if step != 1:
+            optimizer.zero_grad()
         x, y = cases.joined(step)
         losses = [torch.nn.functional.mse_loss(output.float(), y) for output in model(x)]
         loops.scaled_backward(sum(losses), optimizer)

@@ -114,6 +114,8 @@ class BackwardPass:
         # The optimizers whose gradients it adds to in place, scaled: a delayed pass has left them,
         # or ranks have yet to share them.
         self._adding: list[PreparedOptimizer] = []
+        # Its optimizers whose gradients ranks do not share in this pass.
+        self._unsent: list[PreparedOptimizer] = []
         # Other optimizers whose gradients the pass may reach, until the block ends.
         self._lenders: list[PreparedOptimizer] = []
         # Parameters that no optimizer steps, and their gradients from before the block.
@@ -163,6 +165,7 @@ class BackwardPass:
             if wrapped.shares_grads(trained):
                 wrapped.share_masters(trained)
             else:
+                self._unsent.append(prepared)
                 self._delay_unscale = True
 
     def _scale_unsent(self) -> None:
@@ -175,13 +178,9 @@ class BackwardPass:
 
     def _note_shared(self) -> None:
         """Records whether ranks have shared what wrappers found in the gradients."""
-        trained: dict[Session, list[nn.Parameter]] = {}
         for prepared in self.prepared_optimizers:
-            session = prepared.session
-            if session.under_ddp:
-                trained.setdefault(session, []).extend(prepared.trained_params())
-        for session, params in trained.items():
-            session.ddp.end_pass(params)
+            is_sent = prepared not in self._unsent
+            prepared.session.ddp.end_pass(prepared.trained_params(), is_sent=is_sent)
 
     def borrowable(self) -> tuple[list[PreparedOptimizer], list[nn.Parameter]]:
         """Returns the other optimizers, and parameters that none steps, that the pass may reach."""
@@ -387,7 +386,8 @@ class BackwardPass:
             if self.scaled:
                 self._unscale_borrowed(grads_of(self.prepared_optimizers))
             for prepared in self.prepared_optimizers:
-                prepared.give_back()
+                if not prepared.session.ddp.is_unfinished(prepared.trained_params()):
+                    prepared.give_back()
 
     def _leave_unchecked(self) -> None:
         if self._state is not _State.OPEN:  # a step inside the block has finished the pass

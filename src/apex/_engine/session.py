@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, ClassVar, Literal, Protocol, cast
 
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ from apex._engine.scaler import scaler_for
 from apex._engine.wrappers import Wrapper
 from apex._engine.wrappers.ddp import DDPWrappers
 from apex._engine.wrappers.fsdp import Shards
-from apex._torch.autograd import autocast_depth, backward_id, is_transformed
+from apex._torch.autograd import at_end_of_pass, autocast_depth, backward_id, is_transformed
 from apex._torch.dynamo import is_compiling, untraced
 
 STATE = "_apex_state"
@@ -175,16 +176,24 @@ class Session:
         for member in [*self.members]:
             member.forget_cleared(cleared)
 
-    def prepare_grads(self, pairs: Sequence[MasterPair]) -> None:
-        """Makes gradients fp32 for a pass that adds to them; of 16 bits, if ranks send them."""
+    def prepare_grads(self, pairs: Sequence[MasterPair], params: Sequence[Tensor]) -> None:
+        """Makes gradients fp32 for a pass that adds to them; of 16 bits, if ranks send them.
+
+        Args:
+            pairs: Those of the parameters.
+            params: Parameters that the pass, which may run already, reaches together.
+        """
         if is_transformed():
             return
-        if self.under_ddp and self.shares_grads([pair.model for pair in pairs]):
+        is_sent = self.under_ddp and self.shares_grads(params)
+        if is_sent:
             narrow_grads(pairs)
-            if backward_id() != -1:
-                keep_narrow(pairs)
         else:
             widen_nonzero_grads(pairs)
+        if self.under_ddp and backward_id() != -1:
+            if is_sent:
+                keep_narrow(pairs)
+            at_end_of_pass(partial(self.ddp.end_pass, params, is_sent=is_sent))
 
     def hook_params(self, pairs: Iterable[MasterPair]) -> None:
         """Prepares each gradient by a hook of its own, where no hook of an output runs."""
@@ -284,4 +293,4 @@ class _PassReaches:
         pair = self._pair()
         is_traced = is_compiling()  # by compiled autograd
         if session is not None and pair is not None and not is_traced:
-            session.prepare_grads([pair])
+            session.prepare_grads([pair], [pair.model])

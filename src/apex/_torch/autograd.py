@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -103,9 +104,12 @@ def leaves_of(output: Tensor) -> list[Tensor]:
 
 
 def at_end_of_pass(fn: Callable[[], object]) -> None:
-    """Calls ``fn`` at the end of the backward pass that runs the calling code."""
+    """Calls ``fn`` at the end of the backward pass that runs the calling code.
+
+    After what others have left for its end, such as DistributedDataParallel's averages.
+    """
     engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(fn)
+    engine.queue_callback(functools.partial(engine.queue_callback, fn))
 
 
 def leave_function_mode(mode: TorchFunctionMode) -> None:

@@ -28,6 +28,8 @@ class DelayedReduction:
         self.reduction = reduction
         # Whether the present backward pass ends with a reduction.
         self._on = False
+        # Whether one has, since a forward pass turned it on.
+        self._has_run = True
         # Whether the autograd engine already has the callback of this pass.
         self._queued = False
         # A proxy, because a parameter's hook must not keep this object alive.
@@ -38,7 +40,9 @@ class DelayedReduction:
 
     def enable(self, output: Any, *, on: bool) -> None:
         """Sets whether backward passes from ``output``, in any nesting, end with a reduction."""
-        self._on = on
+        if on or self._has_run:  # else the next pass reduces, as in torch
+            self._on = on
+            self._has_run = not on
         self._queued = False  # a backward pass that raised may have left it set
         if on and not is_compiling():  # compiled code has no nested passes
             tree.map_tensors(self._register_output, output)
@@ -58,4 +62,5 @@ class DelayedReduction:
 
     def _finish(self) -> None:
         self._queued = False
+        self._has_run = True
         reduce_gradients(self.params, self.reduction)

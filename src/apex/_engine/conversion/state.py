@@ -33,7 +33,7 @@ from apex._torch.dynamo import (
     recompile_on_change,
     untraced,
 )
-from apex._torch.modules import own_tensors
+from apex._torch.modules import own_tensors, params_in
 
 Entries = MutableMapping[str, Any]
 """A state dict."""
@@ -121,17 +121,19 @@ class ModelState:
 
     def await_backward(self, output: Any) -> None:
         """Prepares the gradients, when a backward pass reaches the output, for what it adds."""
-        masters = self.session.masters
-        if not masters or tree.before_backward(output, _PassBegins(self)):
+        session = self.session
+        is_prepared = session.masters or (session.under_ddp and session.has_scale)
+        if not is_prepared or tree.before_backward(output, _PassBegins(self)):
             return
         if torch.is_grad_enabled():  # the script may find the loss elsewhere
-            self.session.hook_params(masters.pairs_in(self.model))
+            session.hook_params(session.masters.pairs_in(self.model))
 
     def begin_pass(self) -> None:
         """Prepares the gradients: a backward pass has reached an output."""
         model = self._model()
         if model is not None:
-            self.session.prepare_grads(self.session.masters.pairs_in(model))
+            pairs = self.session.masters.pairs_in(model)
+            self.session.prepare_grads(pairs, [*params_in(model)])
 
     @at_tracing  # before torch 2.12, not for a function that gets a module
     def record_wrappers(self, *, traced: bool) -> None:

@@ -232,12 +232,12 @@ class PreparedOptimizer:
             in_place: Whether it adds to the gradients in place, which have its scale.
         """
         session = self.session
+        models = [pair.model for pair in self.pairs]
         if in_place or not (scaled or session.under_ddp):
-            session.prepare_grads(self.pairs)
+            session.prepare_grads(self.pairs, models)
         elif scaled:
             self.stash.put_aside(self.trained_params(), session.reuses_grad)
         else:
-            models = [pair.model for pair in self.pairs]
             self.stash.put_aside(models, session.reuses_grad)
 
     def give_back(self) -> bool:

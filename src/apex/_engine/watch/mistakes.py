@@ -218,8 +218,7 @@ class BlockInspection:
             return
         self._pass_id = backward_id()
         self._is_running = True
-        # Twice, to come after what DistributedDataParallel writes at the end of its pass.
-        at_end_of_pass(lambda: at_end_of_pass(self._end_pass))
+        at_end_of_pass(self._end_pass)
 
     @untraced
     def _reach_own(self, _: Tensor) -> None:

@@ -21,8 +21,8 @@ class _WrapperState:
 
     Attributes:
         sent: Ids of the parameters whose gradients it averages over all ranks.
-        sends: Whether the latest forward pass under it will send its gradients; ``None`` once a
-            block's pass has done so.
+        sends: Whether a forward pass under it will send its gradients, as the next pass does;
+            ``None`` without a forward pass since the last pass.
         traced: Whether its forward passes are compiled.
         shared: Whether its masters have been made equal on all ranks.
         is_local: Whether ranks may hold gradients that it has yet to send, as of passes under
@@ -30,7 +30,7 @@ class _WrapperState:
     """
 
     sent: set[int]
-    sends: bool | None = True
+    sends: bool | None = None
     traced: bool = False
     shared: bool = False
     is_local: bool = True
@@ -38,7 +38,7 @@ class _WrapperState:
     def mark_forward(self, wrapper: DistributedDataParallel) -> None:
         """Records whether a forward pass that begins now will send its gradients."""
         if torch.is_grad_enabled():
-            self.sends = ddp.sends(wrapper)
+            self.sends = ddp.sends(wrapper) or bool(self.sends)
             self.is_local |= not self.sends
 
 
@@ -104,8 +104,7 @@ class DDPWrappers:
         Raises:
             RuntimeError: If a wrapper has yet to replace the gradient by its average.
         """
-        wrappers = [wrapper for wrapper, state in self._states.items() if id(param) in state.sent]
-        if any(map(ddp.is_unfinished, wrappers)):
+        if self.is_unfinished([param]):
             raise RuntimeError(
                 "amp.scale_loss was entered before DistributedDataParallel had averaged the "
                 "gradients of the block before, whose loss did not use all parameters. Add up the "
@@ -113,37 +112,51 @@ class DDPWrappers:
                 "but the last. If no loss uses some parameters, pass find_unused_parameters=True "
                 "to DistributedDataParallel."
             )
-        return any(wrapper.gradient_as_bucket_view for wrapper in wrappers)
+        return any(wrapper.gradient_as_bucket_view for wrapper, _ in self._of([param]))
+
+    def is_unfinished(self, params: Sequence[Tensor]) -> bool:
+        """Returns whether a wrapper has yet to replace gradients of parameters by averages."""
+        return any(ddp.is_unfinished(wrapper) for wrapper, _ in self._of(params))
 
     def sends(self, params: Sequence[Tensor]) -> bool:
         """Returns whether the wrappers of parameters send the gradients of this pass."""
-        sending = {state.sends for state in self._states_of(params)}
+        sending = {state.sends for _, state in self._of(params)}
         return not sending or (True in sending and False not in sending)
 
-    def _states_of(self, params: Sequence[Tensor]) -> list[_WrapperState]:
+    def _of(self, params: Sequence[Tensor]) -> list[tuple[DistributedDataParallel, _WrapperState]]:
+        """Returns the wrappers that send a gradient of these parameters."""
         ids = {*map(id, params)}
-        return [state for state in self._states.values() if not state.sent.isdisjoint(ids)]
+        return [
+            (wrapper, state)
+            for wrapper, state in self._states.items()
+            if not state.sent.isdisjoint(ids)
+        ]
 
-    def end_pass(self, params: Sequence[Tensor]) -> None:
-        """Records that a block's pass over parameters is over: a forward pass sends only one."""
-        is_sent = self.sends(params)
-        for state in self._states_of(params):
+    def end_pass(self, params: Sequence[Tensor], *, is_sent: bool) -> None:
+        """Records that a pass over parameters is over: a forward pass sends only one.
+
+        Args:
+            params: The parameters.
+            is_sent: What :meth:`sends` was when it began.
+        """
+        for wrapper, state in self._of(params):
             # Without a forward pass since, a wrapper has sent nothing: what is local stays so.
             if state.sends or not is_sent:
                 state.is_local = not is_sent
-            state.sends = None
+            if not ddp.is_unfinished(wrapper):
+                state.sends = None
 
     def holds_local(self, params: Sequence[Tensor]) -> bool:
         """Returns whether ranks may hold gradients of parameters that have yet to be sent."""
-        return any(state.is_local for state in self._states_of(params))
+        return any(state.is_local for _, state in self._of(params))
 
     def share_masters(self, masters: MasterTable, params: Sequence[Tensor]) -> None:
         """Broadcasts masters, once for each wrapper of the parameters.
 
         The wrapper broadcasts rounded weights only.
         """
-        for wrapper, state in self._states.items():
-            if state.shared or state.sent.isdisjoint(map(id, params)):
+        for wrapper, state in self._of(params):
+            if state.shared:
                 continue
             state.shared = True
             pairs = [pair for pair in masters.pairs() if id(pair.model) in state.sent]
