@@ -148,33 +148,27 @@ class TwoHeads(nn.Module):
         return self.actor(x), self.critic(x)
 
 
-def train_two_heads(rank, level, delay):
+def train_two_heads(rank, level, wrap):
     """The wrapper averages the gradients of both losses in the pass of the second.
 
     The second step adds them to those of the first.
     """
     model, optimizer = cases.initialized(level, TwoHeads(seed=rank))
-    parallel = DistributedDataParallel(model)
+    parallel = cases.WRAPPERS[wrap](model)
     for step in range(3):
         if step != 1:
             optimizer.zero_grad()
         x, y = cases.rank_batch(rank, step)
         losses = [torch.nn.functional.mse_loss(output.float(), y) for output in parallel(x)]
-        loops.scaled_backward(losses[0], optimizer, delay_unscale=delay)
-        if not delay:
-            with pytest.raises(RuntimeError, match="delay_unscale=True to all blocks but the last"):
-                loops.scaled_backward(losses[1], optimizer)
-            return None
+        loops.scaled_backward(losses[0], optimizer, delay_unscale=True)
         loops.scaled_backward(losses[1], optimizer)
         optimizer.step()
     return cases.state(model, optimizer)
 
 
-@loops.every(level=["O1", "O2", "O5"], delay=[False, True])
-def test_losses_of_one_forward_pass_may_use_different_parameters(on_two_ranks, level, delay):
-    found = cases.alike(on_two_ranks(train_two_heads, level, delay))
-    if not delay:
-        return
+@loops.every(level=["O1", "O2", "O5"], wrap=["torch", "torch views", "apex delayed"])
+def test_losses_of_one_forward_pass_may_use_different_parameters(on_two_ranks, level, wrap):
+    found = cases.alike(on_two_ranks(train_two_heads, level, wrap))
     model, optimizer = cases.initialized(level, TwoHeads(seed=0))
     for step in range(3):
         if step != 1:
@@ -184,6 +178,25 @@ def test_losses_of_one_forward_pass_may_use_different_parameters(on_two_ranks, l
         loops.scaled_backward(sum(losses), optimizer)
         optimizer.step()
     cases.assert_trained_alike(found, optimizer, level)
+
+
+def enter_a_second_block(rank, level, delay, loss_id):
+    model, optimizer = cases.initialized(level, TwoHeads(seed=rank), num_losses=2)
+    parallel = DistributedDataParallel(model)
+    losses = [output.float().sum() for output in parallel(cases.rank_batch(rank, 0)[0])]
+    loops.scaled_backward(losses[0], optimizer, delay_unscale=delay)
+    try:
+        loops.scaled_backward(losses[1], optimizer, loss_id=loss_id)
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_losses_of_one_forward_pass_need_one_check_and_one_scale(on_two_ranks, level):
+    for message in on_two_ranks(enter_a_second_block, level, False, 0):
+        assert "delay_unscale=True to all blocks but the last" in message
+    for message in on_two_ranks(enter_a_second_block, level, True, 1):
+        assert "Pass the same loss_id, or add up the losses in one block" in message
 
 
 # -- around a part of the model --------------------------------------------------------------

@@ -6,7 +6,9 @@ Note [What a pass reaches]
 
     A delayed block leaves them unchecked, and so does one whose gradients ranks have yet to share,
     as under ``no_sync``. The next block scales what they have left, and adds to it in place: it
-    checks the sum, and wrappers and scripts average the sum over ranks.
+    checks the sum, and wrappers and scripts average the sum over ranks. If a delayed block leaves
+    some gradients of a forward pass to DistributedDataParallel, which averages all of them at once,
+    they stay scaled until the next block.
 
     A pass may reach more than its optimizers step: a GAN's generator is trained through the
     discriminator. So the thread's other optimizers, and parameters that none steps, lend their
@@ -179,8 +181,9 @@ class BackwardPass:
     def _note_shared(self) -> None:
         """Records whether ranks have shared what wrappers found in the gradients."""
         for prepared in self.prepared_optimizers:
-            is_sent = prepared not in self._unsent
-            prepared.session.ddp.end_pass(prepared.trained_params(), is_sent=is_sent)
+            if prepared.session.under_ddp:
+                is_sent = prepared not in self._unsent
+                prepared.session.ddp.end_pass(prepared.trained_params(), is_sent=is_sent)
 
     def borrowable(self) -> tuple[list[PreparedOptimizer], list[nn.Parameter]]:
         """Returns the other optimizers, and parameters that none steps, that the pass may reach."""
@@ -207,6 +210,12 @@ class BackwardPass:
                     "optimizer. Close the first block before the second, or add up the losses in "
                     "one."
                 )
+            elif earlier.scaled and earlier.scaler is not self.scaler:
+                raise RuntimeError(
+                    "DistributedDataParallel averages the gradients of one forward pass together, "
+                    "but its losses have different scales (loss_id). Pass the same loss_id, or add "
+                    "up the losses in one block."
+                )
         for lender, borrower in lent:
             borrower.give_back(lender)
 
@@ -222,8 +231,11 @@ class BackwardPass:
         for group in (own, lenders):
             if any(map(self._is_left, group)):
                 self._adding += group
-        if self._adding and self.scaled:
-            values = dtensor.values_of(grads_of(self._adding))
+        unscaled = [
+            p for p in self._adding if p not in self._earlier or not self._earlier[p].scaled
+        ]
+        if unscaled and self.scaled:
+            values = dtensor.values_of(grads_of(unscaled))
             unchecked = torch.zeros_like(self.scaler.found_inf)
             self.scaler.unscale_(values, 1.0 / self._scale, unchecked)
         for prepared in own:
@@ -386,11 +398,14 @@ class BackwardPass:
             if self.scaled:
                 self._unscale_borrowed(grads_of(self.prepared_optimizers))
             for prepared in self.prepared_optimizers:
-                if not prepared.session.ddp.is_unfinished(prepared.trained_params()):
-                    prepared.give_back()
+                prepared.give_back()
 
     def _leave_unchecked(self) -> None:
         if self._state is not _State.OPEN:  # a step inside the block has finished the pass
+            return
+        if any(map(_is_unfinished, self.prepared_optimizers)):
+            # The next pass over the forward pass ends with averages of what the wrapper has taken.
+            self._state = _State.DELAYED
             return
         try:
             self._unscale_unchecked()
@@ -453,3 +468,8 @@ class BackwardPass:
         for prepared in self.prepared_optimizers:
             for listener in [*prepared.listeners]:  # which may remove itself
                 listener(self, prepared)
+
+
+def _is_unfinished(prepared: PreparedOptimizer) -> bool:
+    """Returns whether a wrapper has yet to average gradients of the pass, with another one's."""
+    return prepared.session.ddp.is_unfinished(prepared.trained_params())

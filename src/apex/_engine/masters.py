@@ -433,18 +433,17 @@ def widen_grads(pairs: Iterable[MasterPair]) -> None:
                 grads.append(grad)
         if not models:
             return
-        for model, wide in zip(models, fp32_copies(grads, masters), strict=True):
+        for model, grad, wide in zip(models, grads, fp32_copies(grads, masters), strict=True):
             model.grad_dtype = None  # torch.utils.swap_tensors drops it
-            _replace_grad(model, wide)
+            _replace_grad(model, grad, wide)
 
 
-def _replace_grad(param: nn.Parameter, value: Tensor) -> None:
+def _replace_grad(param: nn.Parameter, grad: Tensor, value: Tensor) -> None:
     """Replaces a gradient in its tensor, which a script may keep.
 
     Not in one with a graph, nor in a view, which DistributedDataParallel writes.
     """
-    grad = param.grad
-    if grad is None or value.requires_grad or value.is_sparse or grad._is_view():
+    if value.requires_grad or value.is_sparse or grad._is_view():
         param.grad = value
     else:
         grad.data = value
@@ -467,7 +466,7 @@ def narrow_grads(pairs: Iterable[MasterPair]) -> None:
         for pair in pairs:
             grad = pair.model.grad
             if grad is not None and grad.dtype is torch.float32:
-                _replace_grad(pair.model, grad.to(pair.model.dtype))
+                _replace_grad(pair.model, grad, grad.to(pair.model.dtype))
 
 
 def keep_narrow(pairs: Sequence[MasterPair]) -> None:
@@ -487,7 +486,7 @@ def mark_zeros(pairs: Iterable[MasterPair]) -> None:
     for pair in pairs:
         grad = pair.model.grad
         if grad is not None and grad.dtype is torch.float32 and not grad.is_sparse:
-            _replace_grad(pair.model, torch.zeros_like(pair.model))
+            _replace_grad(pair.model, grad, torch.zeros_like(pair.model))
             grad = pair.model.grad
         if grad is not None:
             vars(grad)[_ZERO] = grad._version

@@ -133,7 +133,8 @@ class ModelState:
         model = self._model()
         if model is not None:
             pairs = self.session.masters.pairs_in(model)
-            self.session.prepare_grads(pairs, [*params_in(model)])
+            params = [pair.model for pair in pairs] or [*params_in(model)]
+            self.session.prepare_grads(pairs, params)
 
     @at_tracing  # before torch 2.12, not for a function that gets a module
     def record_wrappers(self, *, traced: bool) -> None:

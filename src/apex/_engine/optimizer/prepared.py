@@ -232,13 +232,13 @@ class PreparedOptimizer:
             in_place: Whether it adds to the gradients in place, which have its scale.
         """
         session = self.session
-        models = [pair.model for pair in self.pairs]
+        params: Sequence[nn.Parameter] = [pair.model for pair in self.pairs]
         if in_place or not (scaled or session.under_ddp):
-            session.prepare_grads(self.pairs, models)
-        elif scaled:
-            self.stash.put_aside(self.trained_params(), session.reuses_grad)
-        else:
-            self.stash.put_aside(models, session.reuses_grad)
+            session.prepare_grads(self.pairs, params)
+            return
+        if scaled:
+            params = self.trained_params()
+        self.stash.put_aside(params, session.reuses_grad)
 
     def give_back(self) -> bool:
         """Adds the gradients that were put aside; returns whether there are some."""
