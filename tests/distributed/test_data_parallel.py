@@ -191,6 +191,28 @@ def test_many_passes_of_one_rank_add_up_in_fp32(on_two_ranks, level, wrapper, ki
     assert on_two_ranks(sum_of_many, level, wrapper, kind) == [[44.0, 44.0]] * 2
 
 
+def accumulate_around_a_dropped_loss(rank, level, wrapper, has_blocks):
+    """Passes of one update; no backward pass follows the second forward pass, which would send."""
+    model, optimizer = cases.initialized(level, loops.Weights(), loss_scale=1.0)
+    parallel = cases.WRAPPERS[wrapper](model)
+    for index, factor in enumerate([1.0, None, 2.0, 4.0]):
+        with parallel.no_sync() if index in (0, 2) else contextlib.nullcontext():
+            loss = parallel(a=factor or 1.0, b=rank * (factor or 1.0))
+            if has_blocks and factor:
+                loops.scaled_backward(loss, optimizer)
+            elif factor:
+                loss.backward()
+    return [master.grad.tolist() for master in amp.master_params(optimizer)]
+
+
+@loops.every(has_blocks=[False, True], wrapper=["torch", "torch views", "apex delayed"])
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_a_loss_that_all_ranks_drop_changes_nothing(on_two_ranks, level, wrapper, has_blocks):
+    """DistributedDataParallel averages in the next pass, also under ``no_sync``."""
+    found = on_two_ranks(accumulate_around_a_dropped_loss, level, wrapper, has_blocks)
+    assert found == [[[7.0] * 2, [3.5] * 2]] * 2
+
+
 def drop_a_poisoned_part(rank, level):
     parallel, optimizer = cases.wrapped(level, rank)
     x, y = cases.rank_batch(rank, 0)
