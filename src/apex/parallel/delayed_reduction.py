@@ -42,7 +42,7 @@ class DelayedReduction:
         """Sets whether backward passes from ``output``, in any nesting, end with a reduction."""
         if on or self._has_run:  # else the next pass reduces, as in torch
             self._on = on
-            self._has_run = not on
+            self._has_run = False
         self._queued = False  # a backward pass that raised may have left it set
         if on and not is_compiling():  # compiled code has no nested passes
             tree.map_tensors(self._register_output, output)
