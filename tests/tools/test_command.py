@@ -15,13 +15,13 @@ from tests.tools.cases import FAILS_IN_BF16, TARGET, written
 pytestmark = pytest.mark.usefixtures("ideal_machine")
 
 FLAGS = {
-    "trace": ["-h", "--help", "--digits", "--updates", "--keep-going", "--json", "-m"],
+    "trace": ["-h", "--help", "--json", "--digits", "--updates", "--keep-going", "-m"],
     "compare": [
-        *("-h", "--help", "--levels", "--steps", "--rounds", "--seed", "--device"),
-        *("--output", "--json"),
+        *("-h", "--help", "--json", "--levels", "--steps", "--rounds", "--seed", "--device"),
+        "--output",
     ],
     "migrate": ["-h", "--help", "--json"],
-    "doctor": ["-h", "--help", "--device", "--json"],
+    "doctor": ["-h", "--help", "--json", "--device"],
 }
 
 FEW = ["--steps", "2", "--rounds", "1"]
@@ -134,7 +134,7 @@ BAD_USAGE = [
     (["compare", "no_such.py"], "no_such.py cannot be read: No such file"),
     (["compare", "."], "apex compare: . cannot be read: it is not a file."),
     (["compare", "x.py", "--levels", "o4"], "separated by commas. Did you mean O4?"),
-    (["compare", "x.py", "--levles", "O4"], "usage: apex compare [-h] [--levels NAMES]"),
+    (["compare", "x.py", "--levles", "O4"], "usage: apex compare [-h] [--json FILE]"),
     (["trace"], "the following arguments are required: SCRIPT"),
     (["trace", "lab.ipynb"], "lab.ipynb is a notebook. Convert it to a script first: jup"),
     (["trace", "--keepgoing", "x.py"], "apex trace: error: unrecognized arguments: --keepg"),

@@ -258,6 +258,17 @@ def test_a_clean_trace_points_to_the_options_that_name_what_stands_still(trace):
     check(traced, cli.OK, "Updates arrive: 0 % of the weights that 3 steps")
 
 
+@pytest.mark.parametrize("option", ["--digits", "--updates"])
+def test_weights_that_are_nan_are_no_all_clear(trace, option):
+    body = """
+        net = nn.Linear(2, 2).bfloat16()
+        nn.init.constant_(net.weight, float("nan"))
+        train(net, [torch.ones(2, 2, dtype=torch.bfloat16)] * 3)
+    """
+    said = "The weights hold inf or NaN after the last step, of which these figures say nothing: "
+    check(trace(body, options=[option]), cli.NOT_FINITE, f"{said}`apex trace train.py` names")
+
+
 def test_gradients_that_are_all_0_are_no_all_clear(trace):
     body = """
         net = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).bfloat16()

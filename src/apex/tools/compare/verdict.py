@@ -61,10 +61,9 @@ class _Candidate:
         """Whether it is faster; None if that is unclear. See Note [Verdict on speed]."""
         if self.speed is None:
             return None
-        gains = self.speed.median >= LEAST_GAIN
-        if gains and self.speed.low > 1:
+        if _is_clear(self.speed):
             return True
-        if not gains and self.speed.high < MOST_MISSED:
+        if self.speed.median < LEAST_GAIN and self.speed.high < MOST_MISSED:
             return False
         return None
 
@@ -215,6 +214,11 @@ def _undecidable(comparison: Comparison) -> str:
     return ""
 
 
+def _is_clear(lead: Interval) -> bool:
+    """Returns whether a speed is a gain for certain."""
+    return lead.median >= LEAST_GAIN and lead.low > 1
+
+
 def _fastest(candidates: Sequence[_Candidate]) -> _Candidate:
     return max(candidates, key=lambda candidate: candidate.median_speed)
 
@@ -225,7 +229,7 @@ def _fastest_and_ties(candidates: Sequence[_Candidate], comparison: Comparison) 
     alike = []
     for candidate in candidates:
         lead = comparison.speed(fastest.result, candidate.result)
-        if lead is None or lead.median < LEAST_GAIN or lead.low <= 1:
+        if lead is None or not _is_clear(lead):
             alike.append(candidate)
     return alike
 

@@ -91,12 +91,14 @@ def migration_of(path: Path) -> Migration:
     """Returns the uses of apex in a file, or in all Python files under a folder.
 
     Raises:
-        InputError: If the path itself cannot be read.
+        InputError: If the path itself cannot be read, or has no Python files.
     """
     not_read: list[dict[str, str]] = []
     files = [path]
     if path.is_dir():
         files = _python_files(path, not_read)
+        if not files and not not_read:
+            raise InputError(f"{path} has no *.py files outside of skipped folders.")
     uses: list[Use] = []
     for file in files:
         reason = ""
