@@ -80,6 +80,7 @@ def test_names_of_others_are_no_uses():
 PROGRAMS = [
     "def f(x, amp):\n    return amp.state_dict\namp.initialize\n",
     "def f():\n    try: pass\n    except E as amp: amp.state_dict\namp.initialize\n",
+    "def f():\n    def g(amp): amp.state_dict\n    amp.initialize\n",
     "class A:\n    amp = 1\n    def f(self):\n        amp.initialize\n",
     "def f():\n    import other as amp\n    amp.state_dict\namp.initialize\n",
     "def f():\n    global amp\n    from apex import amp\ndef g(): amp.initialize\n",
@@ -150,6 +151,8 @@ def test_a_script_whose_names_all_exist_is_judged_without_torch(tmp_path):
 def test_the_notes_are_on_names_that_exist():
     for name in NOTES:
         assert verdict_of_name(name) == ("note", NOTES[name])
+    of_contents = verdict_of_name("apex.amp.lists.torch_overrides")
+    assert of_contents == ("note", NOTES["apex.amp.lists"])
 
 
 def test_what_is_not_here_is_not_supported_and_says_what_to_use():
@@ -159,7 +162,9 @@ def test_what_is_not_here_is_not_supported_and_says_what_to_use():
 
 NO_NAMES = [
     ("apex.optimizers.NpuFusedSGD", "apex.optimizers.NpuFusedSGD is not part of this apex."),
-    ("apex.contrib.nothing.Thing", "apex.contrib.nothing is not part of this apex."),
+    ("apex.debug.tracee", "apex.debug.tracee is not part of this apex."),
+    ("apex.reparameterization.New", "apex.reparameterization.New is not part of this apex: use ap"),
+    ("apex.contrib.nothing.Thing", "apex.contrib.nothing is not part of this apex. If it comes "),
     ("apex.amp.initialise", "apex.amp.initialise is not part of this apex. Did you mean init"),
     ("apex.optimizers.FusedAdm", "apex.optimizers.FusedAdm is not part of this apex. Did you"),
 ]
@@ -192,6 +197,7 @@ def test_an_argument_that_is_not_taken_or_has_no_effect_is_told(name, argument, 
 CALLS = [
     ("FusedAdam(params, amsgrad=True)", "FusedAdam does not support the AMSGrad variant."),
     ("FusedSGD(params, lr=-1.0)", "lr is -1.0; it must be "),
+    ("import apex\napex.optimizers.FP16_Optimizer(optimizer, verbose=False)", ""),
     ("FusedAdam(params, master_weights=True)", "master_weights=True only with capturable"),
     ("FusedAdam(params, master_weights=True, capturable=args.capturable)", ""),
     ("amp.initialize(m, o, opt_level='O6')", "Unexpected optimization level 'O6'."),
@@ -314,7 +320,7 @@ def folder(tmp_path):
         (tmp_path / left_out / "module.py").write_text("import apex.pyprof\n")
     (tmp_path / "env" / "pyvenv.cfg").touch()
     (tmp_path / "deep" / "deeper").mkdir(parents=True)
-    (tmp_path / "deep" / "deeper" / "net.py").write_text("import apex.mlp\n")
+    (tmp_path / "deep" / "deeper" / "net.py").write_text("import apex.mlp\nx = '\\d'\n")
     return tmp_path
 
 
@@ -329,6 +335,8 @@ def test_a_folder_is_read_but_for_what_is_not_its_own_and_what_no_parser_takes(f
     for name, (_, reason) in UNREADABLE.items():
         assert whys[name].startswith(reason)
         assert "\n" not in whys[name]
+        assert f"{name} {reason}" in str(migration)
+        assert ("This is Python 2." in whys[name]) == (name == "old.py")
 
 
 def test_the_report_has_a_row_for_each_name_with_its_lines_and_remedy(folder):
@@ -348,6 +356,7 @@ def test_the_report_has_a_row_for_each_name_with_its_lines_and_remedy(folder):
 EXIT_CODES = [
     (["train.py"], FAILED, "unsupported: 1."),
     (["deep"], OK, "Files: 1. Uses that work unchanged: 1"),
+    (["unread"], FAILED, "latin.py cannot be decoded"),
     (["no_such.py"], BAD_INPUT, "no_such.py cannot be read: No such file or directory."),
     (["latin.py"], BAD_INPUT, "latin.py cannot be decoded"),
     (["lab.ipynb"], BAD_INPUT, "lab.ipynb is a notebook. Convert it to a script first: jup"),
@@ -360,6 +369,8 @@ EXIT_CODES = [
 def test_the_exit_code_says_if_all_works(folder, monkeypatch, capsys, arguments, code, message):
     monkeypatch.chdir(folder)
     (folder / "empty").mkdir()
+    (folder / "unread").mkdir()
+    (folder / "unread" / "latin.py").write_bytes(UNREADABLE["latin.py"][0])
     (folder / "lab.ipynb").write_text('{"cells": [{"source": ["from apex import amp"]}]}')
     assert main(["migrate", *arguments]) == code
     assert message in "".join(capsys.readouterr())

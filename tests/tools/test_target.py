@@ -47,34 +47,46 @@ SCRIPT = "raise RuntimeError('executed')\nfor batch in []:\n    loss = batch\n  
 PREPARES = """from apex import amp
 model, optimizer = amp.initialize(model, optimizer, opt_level='O5', verbosity=0)
 """
-FAILS = "def setup():\n    raise OSError('no data')\n"
+FAILS = """
+def setup():
+    try:
+        1 / 0
+    except ZeroDivisionError as error:
+        raise OSError('no data') from error
+"""
 MAIN = "if __name__ == '__main__':\n    def setup(): pass\n1 / 0\n"
 NO_TARGETS = {
-    "raises": (FAILS, r"setup\(\) raised OSError: no data"),
+    "raises": (FAILS, r"raised ZeroDivisionError: division by zero \(.*:4\)\n  no data"),
     "import": ("import no_such\nfrom x import *\n", "Executing .* failed: ModuleNotFoundError"),
     "two": ("def setup():\n    return 1, 2\n", "returned tuple; it must return model, optimizer"),
     "module": ("import torch\nsetup = torch.nn.ReLU()\n", r"setup\(\) raised TypeError"),
     "model": (TARGET + "model = 3\n", "model is int; it must be Module"),
     "batches": (TARGET + "batches = 4\n", "batches is int; it must be Iterable"),
+    "relative": ("from .model import *\n", "belongs to no package: import its neighbours without"),
     "locked": (TARGET + LOCKED, r"cannot be deep-copied, as each level needs: TypeError"),
     "prepares": (TARGET + PREPARES, r"calls amp\.initialize\. .*per level: return the plain model"),
-    # These are looked at before anything is run.
-    "script": (SCRIPT, "is a training script. apex compare needs a file.*Missing: model, opt"),
-    "names": (SCRIPT + "model = optimizer = batches = 1\n", "is a training script.*file was not"),
-    "functions": ("def main():\n    raise OSError\n    loss.backward()\n", "is a training script"),
-    "missing": (
-        "1 / 0\nmodel = 1\n",
-        "is not a compare target.*: optimizer, batches, loss. The file",
-    ),
-    "main": (MAIN, "is not a compare target"),
+}
+
+NOT_RUN = {
+    "script": (SCRIPT, "lacks model, optimizer, batches. apex compare needs no training script"),
+    "names": (SCRIPT + "model = optimizer = batches = 1\n", "calls backward itself.*file was not"),
+    "functions": ("def main():\n    raise OSError\n    loss.backward()\n", "lacks model, optim"),
+    "missing": ("1 / 0\nmodel = 1\n", "lacks optimizer, batches, loss. apex compare needs"),
+    "main": (MAIN, "lacks model, optimizer, batches, loss"),
     "syntax": ("model = (\n", r"is not valid Python 3: .*line 1"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:can't resolve package:ImportWarning")
 @pytest.mark.parametrize(("text", "message"), NO_TARGETS.values(), ids=NO_TARGETS)
 def test_a_target_that_gives_no_experiment_is_refused(tmp_path, text, message):
     with pytest.raises(InputError, match=message), open_target(written(tmp_path, text)):
         pass
+
+
+@pytest.mark.parametrize(("text", "message"), NOT_RUN.values(), ids=NOT_RUN)
+def test_a_file_that_is_no_target_is_not_run(tmp_path, text, message):
+    test_a_target_that_gives_no_experiment_is_refused(tmp_path, text, message)
 
 
 def test_a_file_imports_its_neighbours_and_leaves_no_trace(tmp_path):

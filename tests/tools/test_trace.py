@@ -438,6 +438,7 @@ ENDS = [
     ("sys.exit()", 0),
     ("sys.exit('no data')", 1),
     ("raise ValueError('no data')", 1),
+    ("raise ValueError", 1),
     ("raise SystemExit(2)", 2),
     ("this is no Python", 1),
 ]
@@ -454,6 +455,7 @@ def test_the_script_s_own_exit_code_passes_through(trace, body, status):
     if "data" in body:
         assert err.endswith("no data\n")
     assert f"tools{os.sep}script.py" not in err  # the traceback is the script's own
+    assert "does not fit" not in out
 
 
 MASKED = """

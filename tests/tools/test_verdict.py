@@ -37,7 +37,7 @@ def test_the_fastest_sound_level_is_advised():
 
 def test_levels_that_train_as_well_as_fp32_are_named_and_those_that_do_not():
     results = result_of("O0"), result_of("O4"), result_of("bf16", losses=SLOW_LOSSES)
-    said = "Training: as good as in fp32 at O4; worse at bf16."
+    said = "Training is as good as in fp32 at O4. Training is worse at bf16."
     for load in (IDLE, Load(8.0, 2)):
         assert comparison_of(*results, load=load).recommendation.quality == said
     assert comparison_of(*results, steps=5).recommendation.quality == ""
@@ -104,8 +104,8 @@ def test_times_that_vary_too_much_give_no_verdict():
 
 
 TOO_FEW = [
-    (3, 25, "No verdict on speed from 3 timed steps per level. Run again with"),
-    (20, 5, "No verdict on training from 5 steps. Run again with --steps"),
+    (3, 25, "No verdict from 25 training steps and 3 timed ones per level. Run again with"),
+    (20, 5, "No verdict from 5 training steps and 20 timed ones per level. Run again with"),
 ]
 
 

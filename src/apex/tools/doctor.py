@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import platform
-import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,24 +125,17 @@ def examine(device: torch.device) -> Health:
 
 def origins() -> dict[str, str]:
     """Returns where Python finds apex and its other top-level modules."""
-    places = {}
-    for name in ROOTS:
-        places[name] = "nowhere"
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.origin is not None:
-            places[name] = spec.origin
-    return places
+    specs = {name: importlib.util.find_spec(name) for name in ROOTS}
+    return {name: str(spec.origin) for name, spec in specs.items() if spec}
 
 
 def whose(places: dict[str, str]) -> str:
     """Returns which package provides apex, and a line for each module of another package."""
     foreign = [name for name, place in places.items() if SITE not in Path(place).parents]
-    lines = [f"{name} is from {places[name]}" for name in foreign]
+    provider = f"apex is provided by apex-amp, from {SITE}"
     if "apex" in foreign:
-        lines.append("apex is provided by another package; apex-amp adds what it lacks, as amp")
-    else:
-        lines.insert(0, f"apex is provided by apex-amp, from {SITE}")
-    return "\n".join(lines)
+        provider = "apex is provided by another package; apex-amp adds what it lacks, as amp"
+    return "\n".join([provider, *(f"{name} is from {places[name]}" for name in foreign)])
 
 
 # -- speeds ----------------------------------------------------------------------------------------
@@ -175,10 +168,8 @@ def advise(speeds: Speeds, device: str, load: Load) -> tuple[str | None, str]:
 
 def _mean(by_work: Mapping[str, float | None]) -> float:
     """Returns the geometric mean of speeds; 0 if an operator is not supported."""
-    speeds = [speed or 0.0 for speed in by_work.values()]
-    if 0.0 in speeds:
-        return 0.0
-    return statistics.geometric_mean(speeds)
+    product = math.prod(speed or 0.0 for speed in by_work.values())
+    return product ** (1 / len(by_work))
 
 
 def _measured(device: torch.device) -> Speeds:
@@ -219,6 +210,4 @@ def _shown(speed: float | None) -> str:
         return "not measured: busy"
     if speed == 0:
         return "no"
-    if speed >= 0.1:
-        return f"{speed:.2f}x"
-    return f"{speed:.2g}x"
+    return f"{speed:.3g}x"

@@ -115,7 +115,7 @@ def fault(result: Result, baseline: Result) -> str:
 def _faults(result: Result, record: Training, base: Training) -> list[str]:
     steps = len(record.losses)
     faults = []
-    if not math.isfinite(record.losses[-1]):
+    if result.has_diverged:
         faults.append("the final loss is not finite")
     elif steps >= LEAST_STEPS:
         faults += _loss_faults(record, base, result.level.dtype)

@@ -30,9 +30,11 @@ def tables(comparison: Comparison) -> list[Table]:
     """Returns the tables without the levels that were skipped and without empty columns."""
     rows = []
     filled: set[str] = set()
-    for result in comparison.results:
+    verdicts = comparison.recommendation.verdicts
+    for result, verdict in zip(comparison.results, verdicts, strict=True):
         if not result.skipped:
             cells = _cells(result, comparison)
+            cells["verdict"] = verdict.word
             rows.append((result, cells))
             filled.update(cells)
     shown = []
@@ -95,9 +97,6 @@ def _cells(result: Result, comparison: Comparison) -> dict[str, str]:
     speed = comparison.speed(result)
     if speed is not None:
         cells["speed"] = f"{speed.median:.2f}x"
-    for verdict in comparison.recommendation.verdicts:
-        if verdict.level == result.name:
-            cells["verdict"] = verdict.word
     if result.training is not None:
         cells["memory"] = size(result.memory)
         cells.update(_training_cells(result.training, comparison.baseline.training))

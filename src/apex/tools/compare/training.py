@@ -6,7 +6,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -154,11 +154,9 @@ def train(trainer: Trainer, batches: Sequence[Any]) -> Training:
     frozen_shares = []
     every = math.ceil(len(batches) / FROZEN_SAMPLES)
     saved: BytesByAddress = {}
-    recording: AbstractContextManager[Any] = saved_for_backward(saved)
     for step, batch in enumerate(batches, start=1):
-        with recording:
+        with saved_for_backward(saved) if step == 1 else nullcontext():
             loss = trainer.backward(to_device(batch, device))
-        recording = nullcontext()  # from the second step on
         losses.append(float(loss))  # sync: every loss is shown
         if step % every == 0:
             with FrozenUpdates() as updates:

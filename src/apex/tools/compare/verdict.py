@@ -11,9 +11,8 @@ Note [Verdict on speed]
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -101,15 +100,6 @@ class _Candidate:
         return not self.result.level.casts, self.result.level.dtype is torch.float16
 
 
-@dataclass(frozen=True)
-class _Judged:
-    """The recommended level, its text, and the other levels that gain as much."""
-
-    level: str | None
-    text: str
-    ties: Sequence[_Candidate] = ()
-
-
 def recommendation(comparison: Comparison) -> Recommendation:
     """Returns the fastest level that trains as well as fp32, or fp32, or no verdict."""
     base = comparison.baseline
@@ -124,34 +114,27 @@ def recommendation(comparison: Comparison) -> Recommendation:
         word, why = _word(comparison, candidate, judged)
         verdicts.append(Verdict(candidate.result.name, word, why))
     quality = _quality(comparison, candidates)
-    return Recommendation(judged.level, judged.text, quality, tuple(verdicts))
+    return replace(judged, quality=quality, verdicts=tuple(verdicts))
 
 
 def _quality(comparison: Comparison, candidates: Sequence[_Candidate]) -> str:
     """Returns which levels train as well as fp32, and which do not; empty if that is unknown."""
-    if comparison.steps < LEAST_STEPS or _diverged(comparison.baseline):
+    if comparison.steps < LEAST_STEPS or comparison.baseline.has_diverged:
         return ""
     others = [candidate for candidate in candidates[1:] if not candidate.result.skipped]
     good = [candidate.result.name for candidate in others if not candidate.reason]
     bad = [candidate.result.name for candidate in others if candidate.reason]
-    parts = []
+    sentences = []
     if good:
-        parts.append(f"as good as in fp32 at {', '.join(good)}")
+        sentences.append(f"Training is as good as in fp32 at {', '.join(good)}.")
     if bad:
-        parts.append(f"worse at {', '.join(bad)}")
-    if not parts:
-        return ""
-    return f"Training: {'; '.join(parts)}."
+        sentences.append(f"Training is worse at {', '.join(bad)}.")
+    return " ".join(sentences)
 
 
-def _diverged(result: Result) -> bool:
-    record = result.training
-    return record is not None and not math.isfinite(record.losses[-1])
-
-
-def _judged(comparison: Comparison, candidates: Sequence[_Candidate]) -> _Judged:
-    if _diverged(comparison.baseline):
-        return _Judged(
+def _judged(comparison: Comparison, candidates: Sequence[_Candidate]) -> Recommendation:
+    if comparison.baseline.has_diverged:
+        return Recommendation(
             None,
             "No recommendation: the final loss is not finite in fp32 either. Run `apex trace` on "
             "your training script: it names the operator.",
@@ -159,40 +142,39 @@ def _judged(comparison: Comparison, candidates: Sequence[_Candidate]) -> _Judged
     advised = [candidate for candidate in candidates if candidate.result.level.advised]
     fast = [candidate for candidate in advised if not candidate.result.emulated]
     if not fast and len(candidates) > 1:
-        return _Judged(
+        return Recommendation(
             BASELINE, "Stay in fp32 here: this CPU emulates the other levels, far slower than fp32."
         )
     usable = [candidate for candidate in fast if not candidate.reason]
     if usable:
         text = _undecidable(comparison)
         if text:
-            return _Judged(None, text)
+            return Recommendation(None, text)
     timed = [candidate for candidate in usable if candidate.speed is not None]
     gaining = [candidate for candidate in timed if candidate.gains]
     unclear = [candidate for candidate in timed if candidate.is_faster is None]
     if gaining:
-        ties = _fastest_and_ties(gaining, comparison)
-        best = min(ties, key=_Candidate.preference)
-        ties.remove(best)
+        alike = _fastest_and_ties(gaining, comparison)
+        best = min(alike, key=_Candidate.preference)
+        ties = [candidate.result.name for candidate in alike if candidate is not best]
         text = (
             f"Use {best.result.name} ({best.result.level.meaning}): {best.facts}, and a final loss "
             "within the noise of fp32."
         )
         if ties:
-            names = [candidate.result.name for candidate in ties]
-            text += f" Equally fast within the spread: {', '.join(names)}."
-        return _Judged(best.result.name, text, ties)
+            text += f" Equally fast within the spread: {', '.join(ties)}."
+        return Recommendation(best.result.name, text, tuple(ties))
     if unclear:
         best = _fastest(unclear)
-        return _Judged(
+        return Recommendation(
             None,
             f"No verdict on speed: the times vary too much ({comparison.load}). {best.result.name} "
             f"looked {best.facts}. Run again with more --rounds.",
         )
     if not timed:
-        return _Judged(BASELINE, "Stay in fp32: no other level is usable.")
+        return Recommendation(BASELINE, "Stay in fp32: no other level is usable.")
     best = _fastest(timed)
-    return _Judged(
+    return Recommendation(
         BASELINE, f"Stay in fp32: {best.result.name}, the fastest usable level, is {best.facts}."
     )
 
@@ -205,12 +187,12 @@ def _undecidable(comparison: Comparison) -> str:
             f"No verdict on speed: this machine is busy ({comparison.load}). Run again when it is "
             "idle."
         )
-    if rounds < LEAST_ROUNDS:
-        few = counted(rounds, "timed step")
-        return f"No verdict on speed from {few} per level. Run again with --rounds 20."
-    if comparison.steps < LEAST_STEPS:
-        few = counted(comparison.steps, "step")
-        return f"No verdict on training from {few}. Run again with --steps 100."
+    if rounds < LEAST_ROUNDS or comparison.steps < LEAST_STEPS:
+        steps = counted(comparison.steps, "training step")
+        return (
+            f"No verdict from {steps} and {rounds} timed ones per level. Run again with "
+            "--steps 100 --rounds 20."
+        )
     return ""
 
 
@@ -234,7 +216,9 @@ def _fastest_and_ties(candidates: Sequence[_Candidate], comparison: Comparison) 
     return alike
 
 
-def _word(comparison: Comparison, candidate: _Candidate, judged: _Judged) -> tuple[Word, str]:
+def _word(
+    comparison: Comparison, candidate: _Candidate, judged: Recommendation
+) -> tuple[Word, str]:
     """Returns the verdict on a level in one word, and the reason."""
     result = candidate.result
     facts = candidate.facts
@@ -252,7 +236,7 @@ def _word(comparison: Comparison, candidate: _Candidate, judged: _Judged) -> tup
         return "usable" if result.emulated else "unclear", f"trains as well as fp32; {facts}"
     if result.name == judged.level:
         return "use", facts
-    if candidate in judged.ties:
+    if result.name in judged.ties:
         return "ties", facts
     if candidate.is_faster is None:
         return "unclear", f"{facts}; the times do not tell"
