@@ -102,7 +102,11 @@ def test_the_text_fits_a_terminal_and_tells_the_same_reason_once():
 
 def test_a_busy_machine_shows_no_speed_and_notes_stand_below():
     text = comparison_text(comparison_of(*EVERY, load=Load(8.0, 2), notes=("A note.",)))
-    assert not re.search(r"\d\.\d\dx", text.partition("\n\nA note.\n")[0])
+    above, note, below = text.partition("\n\nA note.\n\n")
+    assert not re.search(r"\d\.\d\dx", above)
+    assert note
+    assert "\nTraining is as good as in fp32 at O1, O2" in below
+    assert "O0:" not in below  # nothing is to be said of it
 
 
 def test_skipped_levels_have_no_row():

@@ -20,11 +20,15 @@ def trains(experiment):
     return loss.dim() == 0
 
 
+DATACLASS = "import dataclasses\n@dataclasses.dataclass\nclass Options:\n    width: int = 16\n"
+BESIDE = "plain = loss\nloss = 1\ndef other():\n    return model, optimizer, batches, plain\n"
 TARGETS = {
     "names": (TARGET, ""),
     "setup": (SETUP, ""),
     "function": (SETUP.replace("setup", "other"), ":other"),
     "dict": (SETUP.replace("return model, optimizer, batches, loss", "return locals()"), ""),
+    "dataclass": ("from __future__ import annotations\n" + TARGET + DATACLASS, ""),
+    "function beside names": (TARGET + BESIDE, ":other"),
     "star": ("from helper_of_target import *\n", ""),
 }
 
@@ -59,6 +63,7 @@ NO_TARGETS = {
     "raises": (FAILS, r"raised ZeroDivisionError: division by zero \(.*:4\)\n  no data"),
     "import": ("import no_such\nfrom x import *\n", "Executing .* failed: ModuleNotFoundError"),
     "two": ("def setup():\n    return 1, 2\n", "returned tuple; it must return model, optimizer"),
+    "part": ("def setup():\n    return {'model': 1}\n", "returned dict; it must return model"),
     "module": ("import torch\nsetup = torch.nn.ReLU()\n", r"setup\(\) raised TypeError"),
     "model": (TARGET + "model = 3\n", "model is int; it must be Module"),
     "batches": (TARGET + "batches = 4\n", "batches is int; it must be Iterable"),
@@ -87,6 +92,17 @@ def test_a_target_that_gives_no_experiment_is_refused(tmp_path, text, message):
 @pytest.mark.parametrize(("text", "message"), NOT_RUN.values(), ids=NOT_RUN)
 def test_a_file_that_is_no_target_is_not_run(tmp_path, text, message):
     test_a_target_that_gives_no_experiment_is_refused(tmp_path, text, message)
+
+
+def test_all_random_numbers_are_those_of_the_seed(tmp_path):
+    draws = "[torch.rand(1).item(), random.random(), numpy.random.rand()]"
+    target = written(tmp_path, f"{TARGET}import random, numpy\nbatches = {draws}\n")
+    drawn = []
+    for seed in (-1, -1, 0):
+        with open_target(target, seed=seed) as build:
+            drawn.append(build().batches)
+    assert drawn[0] == drawn[1]
+    assert not {*drawn[0]} & {*drawn[2]}
 
 
 def test_a_file_imports_its_neighbours_and_leaves_no_trace(tmp_path):

@@ -178,23 +178,13 @@ def train(trainer: Trainer, batches: Sequence[Any]) -> Training:
 
 
 def evaluated(record: Training, trainer: Trainer) -> Training:
-    """Returns the record with the result of the target's ``evaluate``, if it has one.
-
-    Raises:
-        InputError: If the result is not one number.
-    """
+    """Returns the record with the result of the target's ``evaluate``, if it has one."""
     experiment = trainer.experiment
     if experiment.evaluate is None:
         return record
     with torch.no_grad():
-        result: Any = trainer.run(experiment.evaluate, experiment.model)
-        try:
-            evaluation = float(result)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(
-                f"evaluate(model) returned {kind(result)}; it must return one number"
-            ) from error
-    return replace(record, evaluation=evaluation)
+        metric = trainer.run(experiment.evaluate, experiment.model)
+    return replace(record, evaluation=float(metric))
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -4,13 +4,14 @@ Note [Verdict on speed]
     The levels' steps alternate, so that each round contains one step of every level. A level's
     speed is the median over rounds of fp32's time divided by its own, with the interval of
     :mod:`.timing`. A level is faster if the median is at least ``LEAST_GAIN`` and the interval is
-    above 1. It is not faster if the median is less than ``LEAST_GAIN`` and the interval ends below
-    ``MOST_MISSED``. Anything else is unclear. Contention costs a fixed time per parallel region,
+    above 1. Otherwise, it is not faster if the interval ends below ``MOST_MISSED``, and it is
+    unclear if not. Contention costs a fixed time per parallel region,
     which no pairing cancels. Therefore a busy machine gets no verdict on speed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -33,6 +34,9 @@ LEAST_BYTES_SAVED = 32e6
 LEAST_MEMORY_GAIN = 0.9
 """Largest share of fp32's memory that counts as a saving."""
 
+UNTIMED = Interval(0.0, 0.0, math.inf)
+"""The speed of a level that was not timed."""
+
 
 @dataclass(frozen=True)
 class _Candidate:
@@ -42,27 +46,20 @@ class _Candidate:
         result: The level's result.
         base: The result of fp32.
         reason: Why the level was skipped or is ruled out; empty if neither.
-        speed: Its speed relative to fp32; None if it was not timed.
+        speed: Its speed relative to fp32.
     """
 
     result: Result
     base: Result
     reason: str
-    speed: Interval | None
-
-    @property
-    def median_speed(self) -> float:
-        """The median of its speed; 0 if it was not timed."""
-        return 0.0 if self.speed is None else self.speed.median
+    speed: Interval
 
     @property
     def is_faster(self) -> bool | None:
         """Whether it is faster; None if that is unclear. See Note [Verdict on speed]."""
-        if self.speed is None:
-            return None
         if _is_clear(self.speed):
             return True
-        if self.speed.median < LEAST_GAIN and self.speed.high < MOST_MISSED:
+        if self.speed.high < MOST_MISSED:
             return False
         return None
 
@@ -79,7 +76,7 @@ class _Candidate:
     def gains(self) -> bool:
         """Whether it is faster than fp32, or as fast and much smaller."""
         if self.is_faster is False:
-            is_as_fast = self.median_speed >= 1 / LEAST_GAIN
+            is_as_fast = self.speed.median >= 1 / LEAST_GAIN
             return is_as_fast and self.saved >= LEAST_BYTES_SAVED
         return self.is_faster is True
 
@@ -88,7 +85,7 @@ class _Candidate:
         """Its speed and, if any, the memory it saves, such as ``"40% less memory (1.2 GiB)"``."""
         if self.result.emulated:
             return self.result.emulated
-        if self.speed is None:
+        if self.speed is UNTIMED:
             return "not timed"
         if not self.saved:
             return str(self.speed)
@@ -106,7 +103,7 @@ def recommendation(comparison: Comparison) -> Recommendation:
     candidates = []
     for result in comparison.results:
         reason = result.skipped or fault(result, base)
-        speed = comparison.speed(result)
+        speed = comparison.speed(result) or UNTIMED
         candidates.append(_Candidate(result, base, reason, speed))
     judged = _judged(comparison, candidates)
     verdicts = []
@@ -150,7 +147,7 @@ def _judged(comparison: Comparison, candidates: Sequence[_Candidate]) -> Recomme
         text = _undecidable(comparison)
         if text:
             return Recommendation(None, text)
-    timed = [candidate for candidate in usable if candidate.speed is not None]
+    timed = [candidate for candidate in usable if candidate.speed is not UNTIMED]
     gaining = [candidate for candidate in timed if candidate.gains]
     unclear = [candidate for candidate in timed if candidate.is_faster is None]
     if gaining:
@@ -202,7 +199,7 @@ def _is_clear(lead: Interval) -> bool:
 
 
 def _fastest(candidates: Sequence[_Candidate]) -> _Candidate:
-    return max(candidates, key=lambda candidate: candidate.median_speed)
+    return max(candidates, key=lambda candidate: candidate.speed.median)
 
 
 def _fastest_and_ties(candidates: Sequence[_Candidate], comparison: Comparison) -> list[_Candidate]:
@@ -210,8 +207,8 @@ def _fastest_and_ties(candidates: Sequence[_Candidate], comparison: Comparison) 
     fastest = _fastest(candidates)
     alike = []
     for candidate in candidates:
-        lead = comparison.speed(fastest.result, candidate.result)
-        if lead is None or not _is_clear(lead):
+        lead = comparison.speed(fastest.result, candidate.result) or UNTIMED
+        if not _is_clear(lead):
             alike.append(candidate)
     return alike
 
@@ -230,17 +227,14 @@ def _word(
         return "no", candidate.reason
     if not result.level.advised:
         return "no", f"{facts}; no fp32 masters, for comparison only"
-    if judged.level is None or candidate.speed is None:
-        if comparison.steps < LEAST_STEPS:
-            return "unclear", f"{facts}; too few steps to judge its training"
-        return "usable" if result.emulated else "unclear", f"trains as well as fp32; {facts}"
+    if comparison.steps < LEAST_STEPS:
+        return "unclear", f"{facts}; too few steps to judge its training"
     if result.name == judged.level:
         return "use", facts
     if result.name in judged.ties:
         return "ties", facts
-    if candidate.is_faster is None:
-        return "unclear", f"{facts}; the times do not tell"
-    return "usable", facts
+    is_unclear = judged.level is None and not result.emulated
+    return "unclear" if is_unclear else "usable", f"trains as well as fp32; {facts}"
 
 
 def size(count: float) -> str:

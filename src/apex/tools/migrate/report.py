@@ -127,8 +127,8 @@ def _python_files(path: Path, not_read: list[dict[str, str]]) -> list[Path]:
 
     python_files: list[Path] = []
     for folder, subfolders, files in os.walk(path, onerror=note):
-        searched = [name for name in sorted(subfolders) if not _is_skipped(folder, name)]
-        subfolders[:] = searched  # os.walk enters the folders that are left in this list
+        # os.walk enters the folders that are left in this list.
+        subfolders[:] = [name for name in sorted(subfolders) if not _is_skipped(folder, name)]
         scripts = [name for name in sorted(files) if name.endswith(".py")]
         python_files += [Path(folder, name) for name in scripts]
     return python_files

@@ -16,8 +16,6 @@ Kind = Literal["works", "note", "not supported"]
 
 _NOTES = NOTES | OPTIMIZERS
 
-_FORK = " If it comes from a fork, keep that fork."
-
 
 def verdict_of(use: Name) -> tuple[Kind, str]:
     """Returns the verdict on one use, including its arguments, and the remedy."""
@@ -108,8 +106,8 @@ def _why_missing(definition: Definition) -> str:
         except AttributeError as error:
             if str(error).startswith(name):  # our own explanations begin with the full name
                 return str(error)
-    similar = did_you_mean(definition.name, known)
-    return f"{name} is not part of this apex.{similar or _FORK}"
+    remedy = did_you_mean(definition.name, known) or " If it comes from a fork, keep that fork."
+    return f"{name} is not part of this apex.{remedy}"
 
 
 def _noted(*notes: str) -> tuple[Kind, str]:
