@@ -52,6 +52,8 @@ def test_there_are_two_charts_of_every_level():
     loss, apart = charts(found)
     assert [*loss.curves] == [*LEVELS]
     assert [*apart.curves] == [*LEVELS][1:]
+    assert apart.low < -4.0 < 4.0 < apart.high  # the grey area and around it
+    assert all(3 <= len(chart.y_ticks) <= 7 for chart in (loss, apart))
     text = report(found)
     assert text.count("<svg") == 2
     assert text.count('class="line ') == text.count('class="band ') == 9 + 8
@@ -64,6 +66,12 @@ def test_without_values_there_is_no_chart_and_no_axis(losses):
     text = report(found)
     assert "<svg" not in text
     assert "Run `apex trace`" in text or math.isfinite(losses[-1])
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_loss_that_never_changes_is_drawn(value):
+    (chart,) = charts(comparison_of(result_of(losses=(value,) * 25)))
+    assert chart.low < value < chart.high
 
 
 def test_a_curve_ends_where_its_values_do_and_stays_inside_its_chart():
@@ -117,7 +125,8 @@ def test_skipped_levels_have_no_row():
 
 
 CELLS = [
-    ("loss", {"losses": NAN}, "diverged"),
+    ("loss", {"losses": NAN}, "   nan  "),
+    ("loss", {"losses": (0.125,) * 25}, "0.125"),
     ("frozen", {"frozen": 0.034}, "3.4 %"),
     ("apart", {"losses": tuple(1.1 / step for step in range(1, 26))}, "+10 ± 0.4"),
     ("skipped", {"loss_scales": (2.0, 1.0) * 13}, "13 of 25"),

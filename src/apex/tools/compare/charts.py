@@ -107,9 +107,7 @@ def _chart(
         values += [-2 * area, 2 * area]
     low = max(min(values), -most)
     high = min(max(values), most)
-    margin = 0.05 * (high - low)
-    if not margin:  # all values are equal
-        margin = abs(high) or 1.0
+    margin = 0.05 * (high - low) or abs(high) or 1.0  # not 0, even if all values are equal
     low -= margin
     high += margin
     x_ticks = [step for step in _round_values(1, steps) if step.is_integer()]

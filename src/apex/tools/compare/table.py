@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections import defaultdict
 from collections.abc import Mapping
@@ -105,14 +104,11 @@ def _cells(result: Result, comparison: Comparison) -> dict[str, str]:
 
 def _training_cells(record: Training, base: Training | None) -> dict[str, str]:
     cells = {
-        "loss": "diverged",
+        "loss": f"{end_loss(record.losses):.4g}",
         "saved": size(record.saved_bytes),
         "stored": f"{record.stored.per_param:.1f}",
         "skipped": f"{record.skipped} of {len(record.losses)}",
     }
-    loss = end_loss(record.losses)
-    if math.isfinite(loss):
-        cells["loss"] = f"{loss:.4g}"
     if base is not None and base is not record:
         difference = excess(record.losses, base.losses)
         if difference is not None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -57,8 +56,8 @@ class Trainer:
             return function(*args)
 
     def _casts(self, *, on: bool) -> torch.autocast:
-        dtype = self._level.dtype if on else None
-        return torch.autocast(self.device.type, dtype, enabled=on, cache_enabled=on)
+        device = self.device.type
+        return torch.autocast(device, self._level.dtype, enabled=on, cache_enabled=on)
 
     def backward(self, batch: Any) -> Tensor:
         """Returns the loss (0-d, detached) after its backward pass."""
@@ -79,7 +78,8 @@ class Trainer:
     def _prepare(self) -> None:
         options = {"opt_level": self._level.name, **self._level.options}
         experiment = self.experiment
-        with _quiet():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user did not choose the level
             amp.initialize(experiment.model, experiment.optimizer, verbosity=0, **options)
 
     def loss_scale(self) -> float:
@@ -105,20 +105,6 @@ def _checked(loss: Any) -> Tensor:
         f"loss(model, batch) returned {what}; it must return one number that depends on the "
         "model's parameters, a 0-d tensor with a gradient."
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences amp's messages about a level, because the user did not choose it."""
-    logger = logging.getLogger("apex")
-    before = logger.disabled
-    logger.disabled = True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.disabled = before
 
 
 class AutocastTrainer(Trainer):
