@@ -115,11 +115,12 @@ def test_another_seed_gives_other_curves_and_a_script_is_executed_once(every, tm
 
 
 def test_bf16_without_masters_freezes_updates_that_masters_keep(tmp_path):
-    text = TARGET.replace("lr=1e-2", "lr=1e-4") + "evaluate = lambda model: 0.75\n"
+    text = TARGET.replace("lr=1e-2", "lr=1e-4") + "evaluate = lambda model: torch.rand(())\n"
     found = by_name(compared(written(tmp_path, text), "O0,O5,bf16"))
     assert found["bf16"].training.frozen > 0.3
     assert max(found["O5"].training.frozen, found["O0"].training.frozen) < 0.01
-    assert {each.training.evaluation for each in found.values()} == {0.75}
+    # Each level draws the same random numbers.
+    assert len({each.training.evaluation for each in found.values()}) == 1
 
 
 @pytest.mark.parametrize(("levels", "expected"), [("O0 O4", 12), ("O2 O5", 14), ("bf16", 6)])

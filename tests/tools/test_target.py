@@ -85,8 +85,8 @@ NOT_RUN = {
 @pytest.mark.filterwarnings("ignore:can't resolve package:ImportWarning")
 @pytest.mark.parametrize(("text", "message"), NO_TARGETS.values(), ids=NO_TARGETS)
 def test_a_target_that_gives_no_experiment_is_refused(tmp_path, text, message):
-    with pytest.raises(InputError, match=message), open_target(written(tmp_path, text)):
-        pass
+    with pytest.raises(InputError, match=message), open_target(written(tmp_path, text)) as build:
+        build()
 
 
 @pytest.mark.parametrize(("text", "message"), NOT_RUN.values(), ids=NOT_RUN)

@@ -199,6 +199,16 @@ def test_a_load_that_slows_whole_rounds_cancels_between_pairs():
     assert found.median == found.low == found.high == 1.5
 
 
+def test_a_busy_machine_computes_in_one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    for load, inside in ((Load(9.0, 1), 1), (Load(), 2)):
+        with timing.suited_threads(load):
+            assert torch.get_num_threads() == inside
+        assert torch.get_num_threads() == 2
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("short", [False, True])
 def test_levels_take_turns_after_one_step_each_that_is_not_counted(short, monkeypatch):
     monkeypatch.setattr(timing, "_SHORT", math.inf if short else 0.0)

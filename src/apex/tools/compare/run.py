@@ -112,7 +112,7 @@ class _Run:
 
     def train(self) -> None:
         """Trains at each level, one after another."""
-        for name in list(self.results):
+        for name in self.results:
             self._stage(f"train {name}")
             with self._recording_errors(name, "training"):
                 self._train_one(name)

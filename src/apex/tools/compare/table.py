@@ -49,16 +49,13 @@ def comparison_text(comparison: Comparison) -> str:
     title = f"{comparison.target}: {comparison.steps} steps on {comparison.machine}"
     parts = [wrapped(title)]
     parts += [table_text(table) for table in tables(comparison)]
-    if comparison.notes:
-        parts.append("\n".join(map(wrapped, comparison.notes)))
+    parts += map(wrapped, comparison.notes)
     levels_by_verdict = defaultdict(list)
     for verdict in recommendation.verdicts:
         if verdict.why:
             text = f"{verdict.word}, {verdict.why}."
             levels_by_verdict[text].append(verdict.level)
-    conclusion = [wrapped(recommendation.text)]
-    if recommendation.quality:
-        conclusion.append(wrapped(recommendation.quality))
+    conclusion = [wrapped(f"{recommendation.text} {recommendation.quality}")]
     for text, levels in levels_by_verdict.items():
         line = f"  {', '.join(levels)}: {text}"
         conclusion.append(wrapped(line, "    "))

@@ -90,7 +90,6 @@ def open_target(target: str, *, seed: int = 0) -> Iterator[Build]:
         with Script(str(path)).as_python():
             seed_all(seed)
             first = _made(str(path), _executed(path), function)
-            _copied(first)  # to fail now rather than after the first level
             yield functools.partial(_copied, first)
     finally:
         sys.modules.pop(_MODULE, None)

@@ -172,7 +172,6 @@ def operator_seconds(dtype: torch.dtype, device: torch.device) -> dict[str, Time
         with contextlib.suppress(RuntimeError):  # the device lacks the kernel
             fp32 = make(torch.float32, device)
             low_precision = make(dtype, device)
-            low_precision()
             end = time.perf_counter() + LEAST_SECONDS
             while len(times) < LEAST_REPEATS or time.perf_counter() < end:
                 fp32_seconds = seconds(fp32, device)

@@ -55,15 +55,6 @@ class _Candidate:
     speed: Interval
 
     @property
-    def is_faster(self) -> bool | None:
-        """Whether it is faster; None if that is unclear. See Note [Verdict on speed]."""
-        if _is_clear(self.speed):
-            return True
-        if self.speed.high < MOST_MISSED:
-            return False
-        return None
-
-    @property
     def saved(self) -> int:
         """The bytes that it saves; 0 if they are not worth mentioning."""
         level_bytes = self.result.memory
@@ -74,11 +65,11 @@ class _Candidate:
 
     @property
     def gains(self) -> bool:
-        """Whether it is faster than fp32, or as fast and much smaller."""
-        if self.is_faster is False:
-            is_as_fast = self.speed.median >= 1 / LEAST_GAIN
-            return is_as_fast and self.saved >= LEAST_BYTES_SAVED
-        return self.is_faster is True
+        """Whether it is faster than fp32, or as fast and much smaller; see the note above."""
+        if _is_clear(self.speed):
+            return True
+        is_as_fast = self.speed.median >= 1 / LEAST_GAIN and self.speed.high < MOST_MISSED
+        return is_as_fast and self.saved >= LEAST_BYTES_SAVED
 
     @property
     def facts(self) -> str:
@@ -147,9 +138,8 @@ def _judged(comparison: Comparison, candidates: Sequence[_Candidate]) -> Recomme
         text = _undecidable(comparison)
         if text:
             return Recommendation(None, text)
-    timed = [candidate for candidate in usable if candidate.speed is not UNTIMED]
-    gaining = [candidate for candidate in timed if candidate.gains]
-    unclear = [candidate for candidate in timed if candidate.is_faster is None]
+    gaining = [candidate for candidate in usable if candidate.gains]
+    unclear = [candidate for candidate in usable if candidate.speed.high >= MOST_MISSED]
     if gaining:
         alike = _fastest_and_ties(gaining, comparison)
         best = min(alike, key=_Candidate.preference)
@@ -168,9 +158,9 @@ def _judged(comparison: Comparison, candidates: Sequence[_Candidate]) -> Recomme
             f"No verdict on speed: the times vary too much ({comparison.load}). {best.result.name} "
             f"looked {best.facts}. Run again with more --rounds.",
         )
-    if not timed:
+    if not usable:
         return Recommendation(BASELINE, "Stay in fp32: no other level is usable.")
-    best = _fastest(timed)
+    best = _fastest(usable)
     return Recommendation(
         BASELINE, f"Stay in fp32: {best.result.name}, the fastest usable level, is {best.facts}."
     )

@@ -59,18 +59,11 @@ def names(tree: ast.Module) -> list[Name]:
     """
     visitor = _Visitor(tree)
     visitor.visit(tree)
-    found = {use.name for use in visitor.uses}
-    ignored = {_ACCEPTED}
-    if "apex.optimizers.FusedAdam" not in found:
-        ignored.add(STEP)
-    if _ACCEPTED in found:
-        ignored.add(LOCAL_RANK)
-    uses = [use for use in visitor.uses if use.name not in ignored]
+    uses = visitor.uses
+    if "apex.optimizers.FusedAdam" not in {use.name for use in uses}:
+        uses = [use for use in uses if use.name != STEP]
     return sorted(uses, key=lambda use: use.line)
 
-
-_ACCEPTED = "--local-rank"
-"""The argument that replaces ``LOCAL_RANK``."""
 
 _WRAPPED_MODEL = "DataParallel()"
 """The full name of models that are wrapped for parallel training."""
@@ -160,16 +153,15 @@ class _Visitor(ast.NodeVisitor):
             case ast.Call(ast.Attribute(attr="step")):
                 if keywords & {"grads", "output_params", "scale", "grad_norms"}:
                     yield STEP
+        options = [value.value for value in node.args if isinstance(value, ast.Constant)]
+        if LOCAL_RANK in options and "--local-rank" not in options:
+            yield LOCAL_RANK
         function = self._full_name(node.func)
         if function == LOAD and "weights_only" not in keywords:
             yield LOAD
         models = map(self._full_name, node.args[:1])
         if function == "apex.amp.initialize" and _WRAPPED_MODEL in models:
             yield WRAPPED
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        if node.value in (LOCAL_RANK, _ACCEPTED):
-            self.uses.append(Name(str(node.value), node.lineno))
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         full_name = self._full_name(node)

@@ -57,14 +57,12 @@ class Migration:
         return {verdict: counts[verdict] for verdict in ("works", "note", "not supported")}
 
     def __str__(self) -> str:
-        """Returns a paragraph per file, the unread files, and the counts."""
+        """Returns a paragraph per file, also of unread ones, and the counts."""
         parts = []
         for file, uses in itertools.groupby(self.uses, attrgetter("file")):
             lines = [file, *_rows(uses)]
             parts.append("\n".join(lines))
-        if self.not_read:
-            lines = ["{file} {reason}".format_map(unread) for unread in self.not_read]
-            parts.append("\n".join(lines))
+        parts += ["{file} {reason}".format_map(unread) for unread in self.not_read]
         works, note, fails = self.counts.values()
         parts.append(
             f"Files: {self.files}. Uses that work unchanged: {works}, with a note: {note}, "
@@ -129,8 +127,7 @@ def _python_files(path: Path, not_read: list[dict[str, str]]) -> list[Path]:
     for folder, subfolders, files in os.walk(path, onerror=note):
         # os.walk enters the folders that are left in this list.
         subfolders[:] = [name for name in sorted(subfolders) if not _is_skipped(folder, name)]
-        scripts = [name for name in sorted(files) if name.endswith(".py")]
-        python_files += [Path(folder, name) for name in scripts]
+        python_files += [Path(folder, name) for name in sorted(files) if name.endswith(".py")]
     return python_files
 
 
