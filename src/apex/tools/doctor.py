@@ -167,8 +167,9 @@ def _measured(device: torch.device) -> Speeds:
     speeds = {}
     for dtype in dtypes.LOW_PRECISION:
         times_by_work = operator_seconds(dtype, device)
-        by_work = {work: speed_of(times) for work, times in times_by_work.items()}
-        speeds[dtypes.name(dtype)] = by_work
+        speeds[dtypes.name(dtype)] = {
+            work: speed_of(times) for work, times in times_by_work.items()
+        }
     return speeds
 
 

@@ -31,7 +31,7 @@ def format_error(error: BaseException) -> str:
     text = type(first).__name__
     if message:
         text += f": {message}"
-    remedies = [*filter(None, [python_2(first)])]
+    remedies = [python_2(first)]
     stack = traceback.extract_tb(first.__traceback__)
     frames = [frame for frame in stack if is_user_file(frame.filename)]
     if frames:
@@ -47,7 +47,7 @@ def format_error(error: BaseException) -> str:
     remedies += itertools.dropwhile(lambda line: not line.startswith("amp."), lines[1:])
     for wrapper in later:
         remedies += [line for line in _lines(wrapper) if line not in lines]
-    return "\n  ".join([text, *dict.fromkeys(remedies)])
+    return "\n  ".join(filter(None, [text, *dict.fromkeys(remedies)]))
 
 
 def _misspelt(frame: traceback.FrameSummary) -> Iterator[str]:

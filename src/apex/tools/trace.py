@@ -122,7 +122,7 @@ def trace(script: Script, *, keep_going: bool, notify: Callable[[str], None]) ->
         ending = script.run()
     seen = running.seen()
     has_fault = seen.first is not None and not seen.harmless
-    lines = _verdict(script.name, seen, ending)
+    lines = _verdict(script.name, seen)
     lines += _remarks(script.name, seen, ending)
     return Tracing(script.name, ending, has_fault, lines, json_types(seen))
 
@@ -158,11 +158,9 @@ _MADE = {
 }
 
 
-def _verdict(script: str, seen: Seen, ending: Ending) -> list[str]:
+def _verdict(script: str, seen: Seen) -> list[str]:
     first = seen.first
     if first is None:
-        if ending.error:
-            return [f"apex trace: {script} failed before any inf or NaN reached its training."]
         return [f"apex trace: no inf or NaN in {script} reached a gradient, the loss or a weight."]
     if seen.harmless:
         return [

@@ -129,10 +129,6 @@ def _judged(comparison: Comparison, candidates: Sequence[_Candidate]) -> Recomme
         )
     advised = [candidate for candidate in candidates if candidate.result.level.advised]
     fast = [candidate for candidate in advised if not candidate.result.emulated]
-    if not fast and len(candidates) > 1:
-        return Recommendation(
-            BASELINE, "Stay in fp32 here: this CPU emulates the other levels, far slower than fp32."
-        )
     usable = [candidate for candidate in fast if not candidate.reason]
     if usable:
         text = _undecidable(comparison)
@@ -159,7 +155,11 @@ def _judged(comparison: Comparison, candidates: Sequence[_Candidate]) -> Recomme
             f"looked {best.facts}. Run again with more --rounds.",
         )
     if not usable:
-        return Recommendation(BASELINE, "Stay in fp32: no other level is usable.")
+        return Recommendation(
+            BASELINE,
+            "Stay in fp32: no other level is usable. Each trains worse, or this CPU emulates it, "
+            "far slower than fp32.",
+        )
     best = _fastest(usable)
     return Recommendation(
         BASELINE, f"Stay in fp32: {best.result.name}, the fastest usable level, is {best.facts}."
@@ -211,10 +211,8 @@ def _word(
     facts = candidate.facts
     if result is comparison.baseline:
         return "use" if judged.level == BASELINE else "baseline", "; ".join(result.errors)
-    if result.skipped:
-        return "skipped", candidate.reason
     if candidate.reason:
-        return "no", candidate.reason
+        return "skipped" if result.skipped else "no", candidate.reason
     if not result.level.advised:
         return "no", f"{facts}; no fp32 masters, for comparison only"
     if comparison.steps < LEAST_STEPS:

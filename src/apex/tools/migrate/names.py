@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from apex.tools.migrate.definitions import (
     ROOTS,
@@ -29,8 +28,7 @@ from apex.tools.migrate.notes import (
 from apex.tools.source import Imported, bound_by, of_scope
 
 
-@dataclass(frozen=True)
-class Name:
+class Name(NamedTuple):
     """A full name of apex in a script, such as ``apex.amp.initialize`` or ``optimizer._amp_stash``.
 
     Attributes:
@@ -43,7 +41,7 @@ class Name:
     name: str
     line: int
     keywords: tuple[str, ...] = ()
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = {}
 
 
 def is_worth_parsing(text: str) -> bool:

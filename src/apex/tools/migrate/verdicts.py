@@ -78,7 +78,7 @@ def _check_initialize(use: Name) -> None:
     if is_unknown or values.pop("enabled", True) in (False, "False"):
         return
     levels = bindings("apex.amp.properties")  # read from the source, without torch
-    if not values and isinstance(level, str) and level in levels:
+    if not values and level in levels:
         return
     properties = importlib.import_module("apex.amp.properties")
     defaults = properties.level_defaults(level)
