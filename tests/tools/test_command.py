@@ -1,6 +1,7 @@
 """The command ``apex``: its flags, its help, its exit codes."""
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import sys
 
 import pytest
 
+from apex._core.project import VERSION
 from apex.cli import BAD_INPUT, FAILED, INTERRUPTED, NOT_WRITTEN, OK, build_parser, main
 from apex.tools.compare.timing import Load
 from tests.tools.cases import FAILS_IN_BF16, TARGET, written
@@ -61,6 +63,18 @@ def test_the_help_leads_from_a_question_to_a_command():
 
 def test_the_bare_command_prints_the_help(apex):
     assert apex() == (OK, build_parser().format_help(), "")
+
+
+def test_the_version_is_the_distribution_s(apex):
+    assert apex("--version") == (OK, f"apex-amp {VERSION}\n", "")
+
+
+def test_a_terminal_without_unicode_gets_escapes(apex, tmp_path, monkeypatch):
+    (tmp_path / "\xe9.py").write_text("import apex\n")
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(["migrate", "\xe9.py"]) == OK
+    assert terminal.buffer.getvalue().startswith(b"\\xe9.py\n  works          apex  (line 1)\n")
 
 
 # -- exit codes ------------------------------------------------------------------------------
@@ -132,7 +146,7 @@ BAD_USAGE = [
     (["compare", "x.py", "--levels", "O9"], "no level 'O9'; choose from O0, O1"),
     (["compare", "x.py", "--device", "xpu:99"], "there is no device 'xpu:99'"),
     (["compare", "no_such.py"], "no_such.py cannot be read: No such file"),
-    (["compare", "."], "apex compare: . cannot be read: it is not a file."),
+    (["compare", "."], "apex compare: . cannot be read: Is a directory."),
     (["compare", "x.py", "--levels", "o4"], "separated by commas. Did you mean O4?"),
     (["compare", "x.py", "--levles", "O4"], "usage: apex compare [-h] [--json FILE]"),
     (["trace"], "the following arguments are required: SCRIPT"),

@@ -29,11 +29,9 @@ def read(path: Path) -> str:
     """Returns the source, decoded as the file declares.
 
     Raises:
-        InputError: If it is a notebook, a pipe or a device, or cannot be read or decoded.
+        InputError: If it is a notebook, or cannot be read or decoded.
     """
     check_no_notebook(str(path))
-    if path.exists() and not path.is_file():  # reading a pipe waits for its writer
-        raise InputError(f"{path} cannot be read: it is not a file.")
     try:
         return importlib.util.decode_source(path.read_bytes())
     except OSError as error:

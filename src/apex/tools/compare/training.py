@@ -144,13 +144,11 @@ def train(trainer: Trainer, batches: Sequence[Any]) -> Training:
         with saved_for_backward(saved) if step == 1 else nullcontext():
             loss = trainer.backward(to_device(batch, device))
         losses.append(float(loss))  # sync: every loss is shown
-        if step % every == 0:
-            with FrozenUpdates() as updates:
-                trainer.step()
-            if updates.wanted:
-                frozen_shares.append(updates.share)
-        else:
+        updates = FrozenUpdates()
+        with updates if step % every == 0 else nullcontext():
             trainer.step()
+        if updates.wanted:
+            frozen_shares.append(updates.share)
         loss_scales.append(trainer.loss_scale())
     experiment = trainer.experiment
     return Training(

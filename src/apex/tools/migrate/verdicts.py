@@ -80,7 +80,8 @@ def _check_initialize(use: Name) -> None:
     levels = bindings("apex.amp.properties")  # read from the source, without torch
     if not values and level in levels:
         return
-    properties = importlib.import_module("apex.amp.properties")
+    from apex.amp import properties
+
     defaults = properties.level_defaults(level)
     overrides = {name: value for name, value in values.items() if name in defaults.options}
     properties.resolve(defaults, overrides, hard_override=False)
@@ -88,7 +89,8 @@ def _check_initialize(use: Name) -> None:
 
 def _check_optimizer(definition: Definition, values: Mapping[str, Any]) -> None:
     """Raises as the constructor does."""
-    torch = importlib.import_module("torch")
+    import torch
+
     constructor = getattr(importlib.import_module(definition.module), definition.name, None)
     if isinstance(constructor, type) and issubclass(constructor, torch.optim.Optimizer):
         param = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
