@@ -67,11 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # the terminal's encoding may be ASCII
     try:
         check_file(args.json)
-        outcome: Outcome = args.run(args)
-        text, data, code = outcome
+        text, data, code = args.run(args)
         write_json(args.json, data)
         show(args.json, text)
-        return code
+        return int(code)
     except InputError as error:
         print(f"{args.parser.prog}: {error}", file=sys.stderr)
         if isinstance(error, NotWrittenError):
@@ -79,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except OSError as error:  # of standard output: a full disk, or as in `apex doctor | head -1`
         print(f"{args.parser.prog}: standard output: {error.strerror}.", file=sys.stderr)
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # Python flushes at exit
+        # Python flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NOT_WRITTEN
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

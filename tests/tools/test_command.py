@@ -52,7 +52,9 @@ def test_the_flags_are_these():
     found = {}
     for command, parser in commands.items():
         found[command] = [flag for action in parser._actions for flag in action.option_strings]
+        assert parser.description
     assert found == FLAGS
+    assert re.search("bytes / param +weights, masters", commands["compare"].format_help())
 
 
 def test_the_help_leads_from_a_question_to_a_command():

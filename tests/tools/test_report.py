@@ -53,9 +53,11 @@ def test_there_are_two_charts_of_every_level():
     assert [*loss.curves] == [*LEVELS]
     assert [*apart.curves] == [*LEVELS][1:]
     assert apart.low < -4.0 < 4.0 < apart.high  # the grey area and around it
-    assert all(3 <= len(chart.y_ticks) <= 7 for chart in (loss, apart))
     text = report(found)
     assert text.count("<svg") == 2
+    assert 3 <= text.count('class="grid"') / 2 <= 7
+    ticks = re.findall(r'class="tick x" style="left:([\d.]+)%">([^<]*)', text)
+    assert ticks[3:] == [("79.17", "20"), ("100.00", "25"), *ticks[:5]]
     assert text.count('class="line ') == text.count('class="band ') == 9 + 8
 
 

@@ -166,9 +166,8 @@ def _mean(by_work: Mapping[str, float | None]) -> float:
 def _measured(device: torch.device) -> Speeds:
     speeds = {}
     for dtype in dtypes.LOW_PRECISION:
-        times_by_work = operator_seconds(dtype, device)
         speeds[dtypes.name(dtype)] = {
-            work: speed_of(times) for work, times in times_by_work.items()
+            work: speed_of(times) for work, times in operator_seconds(dtype, device).items()
         }
     return speeds
 

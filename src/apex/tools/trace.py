@@ -73,8 +73,8 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
             return
         steps += 1
         with suspend_modes():
-            weights = params_of(optimizer)
-            is_finite = all(weight.isfinite().all() for weight in weights)  # sync: a diagnosis
+            # sync: a diagnosis
+            is_finite = all(weight.isfinite().all() for weight in params_of(optimizer))
         is_main = threading.current_thread() is threading.main_thread()
         if steps >= _STEPS and is_main and not keep_going:
             raise FaultFound

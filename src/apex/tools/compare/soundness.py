@@ -119,8 +119,7 @@ def _faults(result: Result, record: Training, base: Training) -> Iterator[str]:
     elif steps >= LEAST_STEPS:
         yield from _loss_faults(record, base, result.level.dtype)
     frozen = record.frozen or 0.0
-    frozen_in_fp32 = base.frozen or 0.0
-    if frozen - frozen_in_fp32 > MOST_FROZEN:
+    if frozen - (base.frozen or 0.0) > MOST_FROZEN:
         yield f"rounding lost the updates of up to {frozen:.0%} of the weights"
     if record.skipped > 2 + MOST_SKIPPED * steps:
         yield f"{record.skipped} of {steps} steps were skipped"

@@ -70,8 +70,7 @@ def table_text(table: Table) -> str:
     is_left = [column.is_left for column in columns]
     rows = [[cells[name] for name in table.columns] for _, cells in table.rows]
     lines = aligned([headings, *rows], is_left)
-    rule = "-" * len(lines[0])
-    lines.insert(1, rule)
+    lines.insert(1, "-" * len(lines[0]))
     return "\n".join(lines)
 
 
@@ -109,9 +108,8 @@ def _training_cells(record: Training, base: Training | None) -> dict[str, str]:
     if base is not None and base is not record:
         difference = excess(record.losses, base.losses)
         if difference is not None:
-            apart = 100 * difference.share
             error = 100 * difference.share_error
-            cells["apart"] = f"{apart:+.2g} ± {error:.1g}"
+            cells["apart"] = f"{100 * difference.share:+.2g} ± {error:.1g}"
     if record.evaluation is not None:
         cells["evaluation"] = f"{record.evaluation:.4g}"
     if record.frozen is not None:

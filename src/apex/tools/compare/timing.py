@@ -151,8 +151,7 @@ def time_interleaved(
             earlier = times[name]
             if earlier and earlier[-1] < _SHORT:
                 step()
-            milliseconds = seconds(step, device) * 1e3
-            earlier.append(milliseconds)
+            earlier.append(seconds(step, device) * 1e3)
     # The first turn warms up.
     return {name: tuple(values[1:]) for name, values in times.items()}
 

@@ -80,8 +80,7 @@ class _Candidate:
             return "not timed"
         if not self.saved:
             return str(self.speed)
-        share = self.saved / self.base.memory
-        return f"{self.speed}, {share:.0%} less memory ({size(self.saved)})"
+        return f"{self.speed}, {self.saved / self.base.memory:.0%} less memory ({size(self.saved)})"
 
     def preference(self) -> tuple[bool, bool]:
         """Returns a key that sorts the simplest of equally fast levels first."""

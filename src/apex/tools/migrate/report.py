@@ -60,8 +60,7 @@ class Migration:
         """Returns a paragraph per file, also of unread ones, and the counts."""
         parts = []
         for file, uses in itertools.groupby(self.uses, attrgetter("file")):
-            lines = [file, *_rows(uses)]
-            parts.append("\n".join(lines))
+            parts.append("\n".join([file, *_rows(uses)]))
         parts += ["{file} {reason}".format_map(unread) for unread in self.not_read]
         works, note, fails = self.counts.values()
         parts.append(
@@ -120,8 +119,7 @@ def _python_files(path: Path, not_read: list[dict[str, str]]) -> list[Path]:
     """Returns the files in a folder in order; adds folders that cannot be read to ``not_read``."""
 
     def note(error: OSError) -> None:
-        reason = f"cannot be read: {error.strerror}."
-        not_read.append({"file": str(error.filename), "reason": reason})
+        not_read.append({"file": error.filename, "reason": f"cannot be read: {error.strerror}."})
 
     python_files: list[Path] = []
     for folder, subfolders, files in os.walk(path, onerror=note):

@@ -100,14 +100,13 @@ def _check_optimizer(definition: Definition, values: Mapping[str, Any]) -> None:
 def _why_missing(definition: Definition) -> str:
     """Returns why a module lacks a name that its source does not bind; empty if it defines it."""
     name = f"{definition.module}.{definition.name}"
+    try:  # only running the module can tell
+        getattr(importlib.import_module(definition.module), definition.name)
+        return ""
+    except (AttributeError, ImportError) as error:
+        if str(error).startswith(name):  # our own explanations begin with the full name
+            return str(error)
     known = bindings(definition.module)
-    if {"__getattr__", "*"} & known.keys():  # only running the module can tell
-        try:
-            getattr(importlib.import_module(definition.module), definition.name)
-            return ""
-        except AttributeError as error:
-            if str(error).startswith(name):  # our own explanations begin with the full name
-                return str(error)
     remedy = did_you_mean(definition.name, known) or " If it comes from a fork, keep that fork."
     return f"{name} is not part of this apex.{remedy}"
 
@@ -121,8 +120,7 @@ def _noted(*notes: str) -> tuple[Kind, str]:
 
 def _noted_name(name: str) -> str:
     """Returns the name that the notes use for an object, which apex may export under several."""
-    known = nearest(name, _NOTES)
-    return known or _noted_definitions().get(definition_of(name), name)
+    return nearest(name, _NOTES) or _noted_definitions().get(definition_of(name), name)
 
 
 @cache
