@@ -73,10 +73,10 @@ NO_TARGETS = {
 }
 
 NOT_RUN = {
-    "script": (SCRIPT, "lacks model, optimizer, batches. apex compare needs no training script"),
+    "script": (SCRIPT, "lacks model, optimizer, batches. apex compare takes no training script"),
     "names": (SCRIPT + "model = optimizer = batches = 1\n", "calls backward itself.*file was not"),
     "functions": ("def main():\n    raise OSError\n    loss.backward()\n", "lacks model, optim"),
-    "missing": ("1 / 0\nmodel = 1\n", "lacks optimizer, batches, loss. apex compare needs"),
+    "missing": ("1 / 0\nmodel = 1\n", "lacks optimizer, batches, loss. apex compare takes"),
     "main": (MAIN, "lacks model, optimizer, batches, loss"),
     "syntax": ("model = (\n", r"is not valid Python 3: .*line 1"),
 }

@@ -429,7 +429,8 @@ def test_everything_is_put_back(trace):
 
     hooks = lambda: torch.nn.modules.module._global_forward_hooks  # noqa: E731
     before = state()
-    trace("sys.argv.append('x')\nsys.path.append('y')\nsys.stdout = sys.stderr\n" + GOOD)
+    swaps = "sys.stdout, sys.stderr = sys.stderr, sys.stdout\n"
+    trace(f"sys.argv.append('x')\nsys.path.append('y')\n{swaps}{GOOD}")
     assert state() == before
 
 

@@ -96,10 +96,8 @@ class Script:
         out = sys.stdout
         err = sys.stderr
         sys.argv = [self.name, *self.arguments]
-        folder = os.path.dirname(os.path.realpath(self.name))
-        if self.is_module:
-            folder = os.getcwd()
-        sys.path.insert(0, folder)
+        # A module's name has no folder: the current one.
+        sys.path.insert(0, os.path.dirname(os.path.realpath(self.name)))
         try:
             yield
         finally:

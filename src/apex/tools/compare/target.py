@@ -131,7 +131,7 @@ def _look_at(path: Path, function: str) -> None:
     if missing or trains:
         lacks = f"lacks {', '.join(missing)}" if missing else "calls backward itself"
         raise InputError(
-            f"{path} {lacks}. apex compare needs no training script, but a file that defines "
+            f"{path} {lacks}. apex compare takes no training script. It needs a file that defines "
             f"{_NAMES}, or a function {function}() that returns them. The file was not run. {_HELP}"
         )
 
