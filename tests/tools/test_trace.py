@@ -256,6 +256,9 @@ def test_a_clean_trace_points_to_the_options_that_name_what_stands_still(trace):
     check(traced, cli.NOT_FINITE, lost)
     traced = trace(GOOD, options=["--updates", "--keep-going"])
     check(traced, cli.OK, "Updates arrive: 0 % of the weights that 3 steps")
+    assert "hold inf or NaN" not in traced[1]
+    traced = trace(STANDS_STILL, options=["--updates", "--keep-going"])
+    check(traced, cli.NOT_FINITE, "weights that 99 steps should have moved")
 
 
 @pytest.mark.parametrize("option", ["--digits", "--updates"])
