@@ -113,6 +113,8 @@ def test_a_clean_script_is_exit_code_0_and_runs_to_its_end(trace):
     assert code == cli.OK
     assert out.startswith("step 0\nstep 1\nstep 2\n")
     assert report_of(out)[0] == GOOD_VERDICT
+    assert "overflowed" not in out
+    assert "No operator" not in out
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when dynamo is imported
@@ -457,6 +459,7 @@ def test_the_script_s_own_exit_code_passes_through(trace, body, status):
         assert err.endswith("no data\n")
     assert f"tools{os.sep}script.py" not in err  # the traceback is the script's own
     assert "does not fit" not in out
+    assert ("No operator was traced, because the script ran none" in out) == (status == 0)
 
 
 MASKED = """
