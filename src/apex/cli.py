@@ -36,6 +36,10 @@ _QUESTIONS = """\
 """
 
 
+Outcome = tuple[str, dict[str, Any], int]
+"""What a command prints, its results for ``--json``, and its exit code."""
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command and all its subcommands."""
     parser = argparse.ArgumentParser(prog="apex", description=_QUESTIONS, formatter_class=_Raw)
@@ -62,7 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the terminal's encoding may be ASCII
     try:
-        return int(args.run(args))
+        check_file(args.json)
+        text, data, code = args.run(args)
+        write_json(args.json, data)
+        show(args.json, text)
+        return int(code)
     except InputError as error:
         print(f"{args.parser.prog}: {error}", file=sys.stderr)
         if isinstance(error, NotWrittenError):
@@ -70,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except OSError as error:  # of standard output: a full disk, or as in `apex doctor | head -1`
         print(f"{args.parser.prog}: standard output: {error.strerror}.", file=sys.stderr)
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # Python flushes at exit
+        # Python flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NOT_WRITTEN
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -95,10 +103,6 @@ examples:
 def _add_trace(subparsers: Any) -> None:
     parser = _command(subparsers, "trace", _trace, "name the first operator that makes inf or NaN")
     parser.epilog = _TRACE_MORE
-    parser.usage = (
-        "apex trace [-h] [--digits | --updates] [--keep-going] [--json FILE] [-m] SCRIPT "
-        "[ARGUMENT ...]"
-    )
     look = parser.add_mutually_exclusive_group()
     look.add_argument(
         "--digits",
@@ -113,7 +117,6 @@ def _add_trace(subparsers: Any) -> None:
     parser.add_argument(
         "--keep-going", action="store_true", help="run the script to its end, and report then"
     )
-    _add_json(parser)
     parser.add_argument(
         "-m", dest="is_module", action="store_true", help="SCRIPT is a module, as in python -m"
     )
@@ -123,7 +126,7 @@ def _add_trace(subparsers: Any) -> None:
     ).required = False  # Python 3.11 calls it missing beside SCRIPT
 
 
-def _trace(args: argparse.Namespace) -> int:
+def _trace(args: argparse.Namespace) -> Outcome:
     """Runs a training script and names the first operator that made inf or NaN.
 
     Works with and without amp, in forward and backward passes. The report shows the module, the
@@ -135,23 +138,20 @@ def _trace(args: argparse.Namespace) -> int:
     from apex.tools.trace import measure, rank_file, trace
 
     script = Script(args.script, args.arguments, args.is_module)
-    file = args.json
-    if file not in (None, "-"):
-        file = rank_file(file)
-    check_file(file)
     script.check()
+    if args.json not in (None, "-"):
+        args.json = rank_file(args.json)
     if args.digits or args.updates:
         tracing = measure(script, digits=args.digits, keep_going=args.keep_going)
     else:
-        notify = functools.partial(show, file)
+        notify = functools.partial(show, args.json)
         tracing = trace(script, keep_going=args.keep_going, notify=notify)
     # torchrun ends every rank with SIGTERM once one has ended with a fault. This rank ends anyway.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    show(file, f"\n{tracing.report}")
-    write_json(file, tracing.data)
+    code = tracing.ending.status
     if tracing.has_fault and not tracing.ending.interrupted:
-        return NOT_FINITE
-    return tracing.ending.status
+        code = NOT_FINITE
+    return f"\n{tracing.report}", tracing.data, code
 
 
 # -- apex compare ----------------------------------------------------------------------------------
@@ -190,10 +190,9 @@ def _add_compare(subparsers: Any) -> None:
     add("--seed", type=int, default=0, metavar="N", help="default: 0")
     _add_device(parser)
     add("--output", default="report.html", metavar="FILE", help="default: report.html")
-    _add_json(parser)
 
 
-def _compare(args: argparse.Namespace) -> int:
+def _compare(args: argparse.Namespace) -> Outcome:
     """Trains TARGET at every level of amp and with torch.autocast.
 
     All start from the same weights and see the same batches. Compares time per step (steps are
@@ -215,13 +214,10 @@ def _compare(args: argparse.Namespace) -> int:
         patience=PATIENCE if args.levels is None else math.inf,
     )
     check_file(args.output)
-    check_file(args.json)
     comparison = compare(args.target, options, lambda stage: print(f"[{stage}]", file=sys.stderr))
-    # Written before printing, because printing to a closed pipe raises.
     write(args.output, report(comparison))
-    write_json(args.json, to_json(comparison))
-    show(args.json, f"\n{comparison_text(comparison)}\nreport: {args.output}")
-    return FAILED if comparison.failed else OK
+    text = f"\n{comparison_text(comparison)}\nreport: {args.output}"
+    return text, to_json(comparison), FAILED if comparison.failed else OK
 
 
 # -- apex migrate ----------------------------------------------------------------------------------
@@ -240,10 +236,9 @@ def _add_migrate(subparsers: Any) -> None:
         help="a file, or a folder to search for *.py files (hidden, build and virtual environment "
         "folders are skipped)",
     )
-    _add_json(parser)
 
 
-def _migrate(args: argparse.Namespace) -> int:
+def _migrate(args: argparse.Namespace) -> Outcome:
     """Reads Python files and reports whether each use of apex works with this package.
 
     A use works unchanged, works with a note, or is not supported. In the last case, the report
@@ -251,11 +246,9 @@ def _migrate(args: argparse.Namespace) -> int:
     """
     from apex.tools.migrate.report import migration_of
 
-    check_file(args.json)
     migration = migration_of(args.path)
-    show(args.json, str(migration))
-    write_json(args.json, {**dataclasses.asdict(migration), "counts": migration.counts})
-    return FAILED if migration.failed else OK
+    data = {**dataclasses.asdict(migration), "counts": migration.counts}
+    return str(migration), data, FAILED if migration.failed else OK
 
 
 # -- apex doctor -----------------------------------------------------------------------------------
@@ -269,10 +262,9 @@ def _add_doctor(subparsers: Any) -> None:
         "show which package provides apex, and which dtypes are fast on this machine",
     )
     _add_device(parser)
-    _add_json(parser)
 
 
-def _doctor(args: argparse.Namespace) -> int:
+def _doctor(args: argparse.Namespace) -> Outcome:
     """Shows which package provides apex, and which dtypes are fast on this machine.
 
     Recommends a level to start with. Takes a few seconds.
@@ -280,12 +272,8 @@ def _doctor(args: argparse.Namespace) -> int:
     from apex.tools.devices import parse_device
     from apex.tools.doctor import examine
 
-    device = parse_device(args.device)
-    check_file(args.json)
-    health = examine(device)
-    show(args.json, str(health))
-    write_json(args.json, dataclasses.asdict(health))
-    return OK
+    health = examine(parse_device(args.device))
+    return str(health), dataclasses.asdict(health), OK
 
 
 # -- arguments -------------------------------------------------------------------------------------
@@ -294,20 +282,17 @@ _Raw = argparse.RawDescriptionHelpFormatter
 
 
 def _command(
-    subparsers: Any, name: str, run: Callable[[argparse.Namespace], int], text: str
+    subparsers: Any, name: str, run: Callable[[argparse.Namespace], Outcome], text: str
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, formatter_class=_Raw)
     parser.description = inspect.getdoc(run)
     parser.set_defaults(run=run, parser=parser)
-    return parser
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
         metavar="FILE",
         help="also write the results as JSON; - writes them to standard output",
     )
+    return parser
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:

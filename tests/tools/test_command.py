@@ -1,6 +1,7 @@
 """The command ``apex``: its flags, its help, its exit codes."""
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import sys
 
 import pytest
 
+from apex._core.project import VERSION
 from apex.cli import BAD_INPUT, FAILED, INTERRUPTED, NOT_WRITTEN, OK, build_parser, main
 from apex.tools.compare.timing import Load
 from tests.tools.cases import FAILS_IN_BF16, TARGET, written
@@ -15,13 +17,13 @@ from tests.tools.cases import FAILS_IN_BF16, TARGET, written
 pytestmark = pytest.mark.usefixtures("ideal_machine")
 
 FLAGS = {
-    "trace": ["-h", "--help", "--digits", "--updates", "--keep-going", "--json", "-m"],
+    "trace": ["-h", "--help", "--json", "--digits", "--updates", "--keep-going", "-m"],
     "compare": [
-        *("-h", "--help", "--levels", "--steps", "--rounds", "--seed", "--device"),
-        *("--output", "--json"),
+        *("-h", "--help", "--json", "--levels", "--steps", "--rounds", "--seed", "--device"),
+        "--output",
     ],
     "migrate": ["-h", "--help", "--json"],
-    "doctor": ["-h", "--help", "--device", "--json"],
+    "doctor": ["-h", "--help", "--json", "--device"],
 }
 
 FEW = ["--steps", "2", "--rounds", "1"]
@@ -50,7 +52,9 @@ def test_the_flags_are_these():
     found = {}
     for command, parser in commands.items():
         found[command] = [flag for action in parser._actions for flag in action.option_strings]
+        assert parser.description
     assert found == FLAGS
+    assert re.search("bytes / param +weights, masters", commands["compare"].format_help())
 
 
 def test_the_help_leads_from_a_question_to_a_command():
@@ -61,6 +65,18 @@ def test_the_help_leads_from_a_question_to_a_command():
 
 def test_the_bare_command_prints_the_help(apex):
     assert apex() == (OK, build_parser().format_help(), "")
+
+
+def test_the_version_is_the_distribution_s(apex):
+    assert apex("--version") == (OK, f"apex-amp {VERSION}\n", "")
+
+
+def test_a_terminal_without_unicode_gets_escapes(apex, tmp_path, monkeypatch):
+    (tmp_path / "\xe9.py").write_text("import apex\n")
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(["migrate", "\xe9.py"]) == OK
+    assert terminal.buffer.getvalue().startswith(b"\\xe9.py\n  works          apex  (line 1)\n")
 
 
 # -- exit codes ------------------------------------------------------------------------------
@@ -132,9 +148,9 @@ BAD_USAGE = [
     (["compare", "x.py", "--levels", "O9"], "no level 'O9'; choose from O0, O1"),
     (["compare", "x.py", "--device", "xpu:99"], "there is no device 'xpu:99'"),
     (["compare", "no_such.py"], "no_such.py cannot be read: No such file"),
-    (["compare", "."], "apex compare: . cannot be read: it is not a file."),
+    (["compare", "."], "apex compare: . cannot be read: Is a directory."),
     (["compare", "x.py", "--levels", "o4"], "separated by commas. Did you mean O4?"),
-    (["compare", "x.py", "--levles", "O4"], "usage: apex compare [-h] [--levels NAMES]"),
+    (["compare", "x.py", "--levles", "O4"], "usage: apex compare [-h] [--json FILE]"),
     (["trace"], "the following arguments are required: SCRIPT"),
     (["trace", "lab.ipynb"], "lab.ipynb is a notebook. Convert it to a script first: jup"),
     (["trace", "--keepgoing", "x.py"], "apex trace: error: unrecognized arguments: --keepg"),
@@ -167,7 +183,7 @@ def test_a_file_that_cannot_be_written_is_found_before_the_training(apex, tmp_pa
 
 
 FAILING = [
-    ("from .model import width\n", "Run apex trace -m package.inner.train"),
+    ("from .model import width\n", "trace it as a module, `apex trace -m package.module`."),
     ("print 'epoch'\n", "This is Python 2. Convert it first: 2to3 -w FILE"),
     ("from apex import amp\namp.initialise()\n", "Did you mean initialize?"),
     ("from apex.optimizers import FusedAdm\n", "Did you mean FusedAdam?"),

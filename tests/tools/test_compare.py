@@ -2,9 +2,12 @@
 
 import json
 import re
+import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from apex import amp
 from apex.cli import OK, main
@@ -52,6 +55,48 @@ def test_a_level_trains_as_a_plain_amp_loop_does(every, level):
     assert by_name(every)[level].training.losses == losses
 
 
+def test_torch_s_own_autocast_trains_as_a_plain_loop_does(every):
+    def step(experiment, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = experiment.loss(experiment.model, batch)
+        experiment.optimizer.zero_grad()
+        loss.backward()
+        experiment.optimizer.step()
+        return loss
+
+    losses = by_hand(every.target, step)
+    assert by_name(every)["autocast-bf16"].training.losses == losses
+
+
+def test_levels_are_prepared_without_warnings_about_them(tmp_path, monkeypatch):
+    emulate(monkeypatch, "bf16", "fp16")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compared(written(tmp_path), "O1,bf16", steps=1)
+    assert caught == []
+
+
+def test_steps_that_overflow_are_counted(tmp_path):
+    text = TARGET.replace(".float(), labels)", ".float(), labels) * 10")
+    found = by_name(compared(written(tmp_path, text), "O1", steps=9))
+    assert found["O1"].training.skipped > 0
+    assert found["O0"].training.skipped == 0
+
+
+def test_casts_of_a_level_do_not_reach_the_others(tmp_path):
+    """While they take turns, all levels are active."""
+    file = tmp_path / "dtypes"
+    writes = (
+        "    product = torch.ones(1, 1) @ torch.ones(1, 1)\n"
+        f"    with open({str(file)!r}, 'a') as dtypes:\n"
+        "        dtypes.write(f'{product.dtype} ')\n"
+        "    return nn"
+    )
+    compared(written(tmp_path, TARGET.replace("    return nn", writes)), "O4,O5", steps=2)
+    counts = Counter(file.read_text().split())
+    assert counts["torch.float32"] == 2 * counts["torch.bfloat16"] > 0  # at O0 and O5, and at O4
+
+
 def test_the_json_holds_every_level_trained_and_timed_and_no_nan(every):
     assert not every.failed
     data = json.loads(json.dumps(to_json(every), allow_nan=False))
@@ -70,11 +115,12 @@ def test_another_seed_gives_other_curves_and_a_script_is_executed_once(every, tm
 
 
 def test_bf16_without_masters_freezes_updates_that_masters_keep(tmp_path):
-    text = TARGET.replace("lr=1e-2", "lr=1e-4") + "evaluate = lambda model: 0.75\n"
+    text = TARGET.replace("lr=1e-2", "lr=1e-4") + "evaluate = lambda model: torch.rand(())\n"
     found = by_name(compared(written(tmp_path, text), "O0,O5,bf16"))
     assert found["bf16"].training.frozen > 0.3
     assert max(found["O5"].training.frozen, found["O0"].training.frozen) < 0.01
-    assert {each.training.evaluation for each in found.values()} == {0.75}
+    # Each level draws the same random numbers.
+    assert len({each.training.evaluation for each in found.values()}) == 1
 
 
 @pytest.mark.parametrize(("levels", "expected"), [("O0 O4", 12), ("O2 O5", 14), ("bf16", 6)])
@@ -84,6 +130,8 @@ def test_bytes_per_param_are_those_of_the_level(every, levels, expected):
     for found in map(by_name(every).get, levels.split()):
         assert found.training.stored.per_param == pytest.approx(expected + steps)
         assert found.memory == found.training.stored.bytes + found.training.saved_bytes
+    # O0 saves inputs, labels, the results of Tanh and of log_softmax, and a total weight.
+    assert by_name(every)["O0"].training.saved_bytes == 6 * (4 * (8 + 16 + 4) + 8) + 4
 
 
 def test_an_emulated_level_is_trained_and_judged_and_not_timed(tmp_path, monkeypatch):
@@ -94,8 +142,8 @@ def test_an_emulated_level_is_trained_and_judged_and_not_timed(tmp_path, monkeyp
     *others, last = levels.split(",")[1:]
     found = comparison.recommendation
     assert found.level == "O0"
-    assert found.text.startswith("Stay in fp32 here: this CPU emulates the other levels")
-    assert found.quality == f"Training: as good as in fp32 at {', '.join([*others, last])}."
+    assert found.text.startswith("Stay in fp32: no other level is usable. Each trains wo")
+    assert found.quality == f"Training is as good as in fp32 at {', '.join([*others, last])}."
     for verdict in found.verdicts[1:]:
         dtype = "fp16" if verdict.level == "O1" else "bf16"
         assert verdict.word == "usable"
@@ -159,7 +207,18 @@ def test_an_optimizer_without_wider_kernels_trains_uncounted(tmp_path):
 UNMOVED = "def loss(model, batch):\n    return sum(p.sum() for p in model.parameters()) * 0\n"
 
 
+TIRES = """
+plain = loss
+calls = []
+
+def loss(model, batch):
+    calls.append(batch)
+    if len(calls) > 10:
+        raise MemoryError("no more")
+    return plain(model, batch)
+"""
 NOTES = [
+    (TIRES, "Timing failed: MemoryError: no more ("),
     ("batches = iter(batches)\n", "The batches ran out after 3 of 5 steps."),
     (UNMOVED, "Training in fp32 changed no parameter"),
 ]
@@ -179,7 +238,7 @@ def test_what_fails_is_noted_and_the_others_finish(tmp_path):
     assert error.startswith("training failed: RuntimeError: no kernel for bf16 (")
     assert re.search(r"\.py:\d+\)$", error)  # the line of the target's own code
     (error,) = found["O5"].errors
-    assert error.startswith("evaluating failed: evaluate(model) returned dict; it must return one")
+    assert error.startswith("evaluating failed: TypeError: float() argument must be a string or a")
     assert found["O5"].times
 
 

@@ -59,12 +59,10 @@ QUIET = [(1.0, 0.5)] * 8
 
 
 SPEEDS = [
-    (QUIET, 2.0, "matmul 2.00x"),
+    (QUIET, 2.0, "matmul 2x"),
     ([(1.0 + at, 0.5 + 3 * at) for at in range(8)], 2.0, "not measured: busy"),
-    ([(9.0, 30.0)] * 30 + QUIET, 2.0, "matmul 2.00x"),  # a load that comes and goes
-    ([(503.0, 1.0)] * 8, None, "matmul not measured: busy"),
-    ([(1.0, 5000.0)] * 8, None, "matmul not measured: busy"),
-    ([(1.0, 80.0)] * 8, 0.0125, "matmul 0.013x"),
+    ([(9.0, 30.0)] * 30 + QUIET, 2.0, "matmul 2x"),  # a load that comes and goes
+    ([(1.0, 80.0)] * 8, 0.0125, "matmul 0.0125x"),
     ([], 0.0, "matmul no"),
 ]
 
@@ -98,9 +96,9 @@ def test_what_another_apex_provides_is_named():
     assert theirs == "amp_C is from /site-packages/amp_C.so"
     package = {"apex": "/site-packages/apex/__init__.py"}
     assert doctor.whose({**doctor.origins(), **kernel, **package}).splitlines() == [
+        "apex is provided by another package; apex-amp adds what it lacks, as amp",
         "apex is from /site-packages/apex/__init__.py",
         "amp_C is from /site-packages/amp_C.so",
-        "apex is provided by another package; apex-amp adds what it lacks, as amp",
     ]
 
 

@@ -51,13 +51,15 @@ def test_a_use_is_found_by_every_name(imports, call):
 
 def test_an_import_in_try_or_in_a_function_is_followed():
     program = """
-    try: from apex.normalization import FusedLayerNorm as Norm
-    except ImportError: from torch.nn import LayerNorm as Norm
+    try: from torch.nn import LayerNorm as Norm
+    except ImportError: from apex.normalization import FusedLayerNorm as Norm
+    try: from apex.mlp import MLP
+    except ImportError: MLP = None
     def build():
         from apex.optimizers import FusedAdam
-        return Norm(4), FusedAdam
+        return Norm(4), MLP, FusedAdam
     """
-    own = ["apex.normalization.FusedLayerNorm", "apex.optimizers.FusedAdam"]
+    own = ["apex.normalization.FusedLayerNorm", "apex.mlp.MLP", "apex.optimizers.FusedAdam"]
     assert [name for _, name in found(program)] == own * 2
 
 
@@ -65,9 +67,12 @@ def test_names_of_others_are_no_uses():
     program = """
     from torch.cuda import amp
     from .apex import amp as own
+    from . import apex
     from mypackage.apex import optimizers
     import apexlike
     amp.initialize(own, optimizers)
+    apex.amp.initialize(own)
+    optimizer.step(scale=2.0)
     """
     assert found(program) == []
 
@@ -75,6 +80,7 @@ def test_names_of_others_are_no_uses():
 PROGRAMS = [
     "def f(x, amp):\n    return amp.state_dict\namp.initialize\n",
     "def f():\n    try: pass\n    except E as amp: amp.state_dict\namp.initialize\n",
+    "def f():\n    def g(amp): amp.state_dict\n    amp.initialize\n",
     "class A:\n    amp = 1\n    def f(self):\n        amp.initialize\n",
     "def f():\n    import other as amp\n    amp.state_dict\namp.initialize\n",
     "def f():\n    global amp\n    from apex import amp\ndef g(): amp.initialize\n",
@@ -145,6 +151,8 @@ def test_a_script_whose_names_all_exist_is_judged_without_torch(tmp_path):
 def test_the_notes_are_on_names_that_exist():
     for name in NOTES:
         assert verdict_of_name(name) == ("note", NOTES[name])
+    of_contents = verdict_of_name("apex.amp.lists.torch_overrides")
+    assert of_contents == ("note", NOTES["apex.amp.lists"])
 
 
 def test_what_is_not_here_is_not_supported_and_says_what_to_use():
@@ -154,7 +162,9 @@ def test_what_is_not_here_is_not_supported_and_says_what_to_use():
 
 NO_NAMES = [
     ("apex.optimizers.NpuFusedSGD", "apex.optimizers.NpuFusedSGD is not part of this apex."),
-    ("apex.contrib.nothing.Thing", "apex.contrib.nothing is not part of this apex."),
+    ("apex.debug.tracee", "apex.debug.tracee is not part of this apex."),
+    ("apex.reparameterization.New", "apex.reparameterization.New is not part of this apex: use ap"),
+    ("apex.contrib.nothing.Thing", "apex.contrib.nothing is not part of this apex. If it comes "),
     ("apex.amp.initialise", "apex.amp.initialise is not part of this apex. Did you mean init"),
     ("apex.optimizers.FusedAdm", "apex.optimizers.FusedAdm is not part of this apex. Did you"),
 ]
@@ -170,13 +180,16 @@ def test_a_name_that_does_not_exist_is_not_supported_and_named(name, message):
 ARGUMENTS = [
     ("apex.amp.initialize", "combine_grad", "takes no argument combine_grad. Remove it."),
     ("apex.amp.initialize", "optlevel", "no argument optlevel. Did you mean opt_level?"),
+    ("apex.optimizers.FusedAdam", "amsgard", "no argument amsgard. Did you mean amsgrad?"),
+    ("apex.fp16_utils.FP16_Optimizer", "verbos", "no argument verbos. Did you mean verbose?"),
     ("apex.optimizers.FusedSGD", "materialize_master_grads", "has no effect: remove it."),
+    ("apex.parallel.DistributedDataParallel", "num_allreduce_streams", "has no effect: remove it."),
 ]
 
 
 @pytest.mark.parametrize(("name", "argument", "verdict"), ARGUMENTS)
 def test_an_argument_that_is_not_taken_or_has_no_effect_is_told(name, argument, verdict):
-    kind, text = verdict_of(Name(name, 1, (argument,)))
+    kind, text = verdict_of(Name(name, 1, (argument,), {argument: True}))
     assert kind == ("note" if "effect" in verdict else "not supported")
     assert text.endswith(verdict)
 
@@ -184,6 +197,7 @@ def test_an_argument_that_is_not_taken_or_has_no_effect_is_told(name, argument, 
 CALLS = [
     ("FusedAdam(params, amsgrad=True)", "FusedAdam does not support the AMSGrad variant."),
     ("FusedSGD(params, lr=-1.0)", "lr is -1.0; it must be "),
+    ("import apex\napex.optimizers.FP16_Optimizer(optimizer, verbose=False)", ""),
     ("FusedAdam(params, master_weights=True)", "master_weights=True only with capturable"),
     ("FusedAdam(params, master_weights=True, capturable=args.capturable)", ""),
     ("amp.initialize(m, o, opt_level='O6')", "Unexpected optimization level 'O6'."),
@@ -192,11 +206,8 @@ CALLS = [
     ("amp.initialize(m, o, opt_level=args.level, master_weights=True)", ""),
     ("amp.initialize(m, o, master_weights=True, **options)", ""),
     ("amp.initialize(m, o, opt_level='O6', enabled=False)", ""),
-    ("amp.initialize(DDP(m), o)", "pass the model itself, and wrap it after amp.initialize"),
-    ("m = DDP(m)\namp.initialize(m, o)", "pass the model itself"),
-    ("m = amp.initialize(m)\nm = DDP(m)", ""),
-    ("def f():\n    m = DDP(m)\ndef g():\n    amp.initialize(m, o)", ""),
     ("FusedAdam(params).step(grads=[])", "call step() without arguments"),
+    ("FusedAdam(params).step()", ""),
 ]
 
 
@@ -213,9 +224,25 @@ from torch.nn.parallel import DistributedDataParallel as DDP
     assert all(text.startswith("Raises an error: ") and message in text for text in raising)
 
 
+WRAPPED = [
+    ("amp.initialize(DDP(m), o)", "pass the model itself, and wrap it after amp.initialize"),
+    ("m = DDP(m)\namp.initialize(m, o)", "pass the model itself"),
+    ("m = amp.initialize(m)\nm = DDP(m)\ntrain(m)", ""),
+    ("m = DDP(m)\nm = net\namp.initialize(m, o)", ""),
+    ("amp.initialize(self.DataParallel(m), o)", ""),
+    ("def f():\n    m = DDP(m)\ndef g():\n    amp.initialize(m, o)", ""),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRAPPED)
+def test_a_model_that_is_wrapped_too_early_is_told(call, message):
+    test_a_call_that_always_raises_is_not_supported_and_no_other(call, message)
+
+
 POSITIONAL = [
     ("amp.initialize(m, o, True, 'O2', keep_batchnorm_fp32=True)", ""),
     ("amp.initialize(m, o, False, 'O6')", ""),
+    ("import apex\napex.RNN.LSTM(4, 4, 1)", ""),  # it takes any argument
     ("amp.initialize(m, o, *options, keep_batchnorm_fp32=True)", ""),
     ("amp.initialize(m, o, True, 'O6')", "Unexpected optimization level 'O6'."),
     ("FusedSGD(params, 0.1, 0.9, nesterov=True)", ""),
@@ -293,7 +320,7 @@ def folder(tmp_path):
         (tmp_path / left_out / "module.py").write_text("import apex.pyprof\n")
     (tmp_path / "env" / "pyvenv.cfg").touch()
     (tmp_path / "deep" / "deeper").mkdir(parents=True)
-    (tmp_path / "deep" / "deeper" / "net.py").write_text("import apex.mlp\n")
+    (tmp_path / "deep" / "deeper" / "net.py").write_text("import apex.mlp\nx = '\\d'\n")
     return tmp_path
 
 
@@ -308,6 +335,8 @@ def test_a_folder_is_read_but_for_what_is_not_its_own_and_what_no_parser_takes(f
     for name, (_, reason) in UNREADABLE.items():
         assert whys[name].startswith(reason)
         assert "\n" not in whys[name]
+        assert f"{name} {reason}" in str(migration)
+        assert ("This is Python 2." in whys[name]) == (name == "old.py")
 
 
 def test_the_report_has_a_row_for_each_name_with_its_lines_and_remedy(folder):
@@ -327,9 +356,11 @@ def test_the_report_has_a_row_for_each_name_with_its_lines_and_remedy(folder):
 EXIT_CODES = [
     (["train.py"], FAILED, "unsupported: 1."),
     (["deep"], OK, "Files: 1. Uses that work unchanged: 1"),
+    (["unread"], FAILED, "latin.py cannot be decoded"),
     (["no_such.py"], BAD_INPUT, "no_such.py cannot be read: No such file or directory."),
     (["latin.py"], BAD_INPUT, "latin.py cannot be decoded"),
     (["lab.ipynb"], BAD_INPUT, "lab.ipynb is a notebook. Convert it to a script first: jup"),
+    (["empty"], BAD_INPUT, "empty has no *.py files"),
     (["latin.py", "--json", "no/uses.json"], NOT_WRITTEN, "no/uses.json cannot be written"),
 ]
 
@@ -337,6 +368,9 @@ EXIT_CODES = [
 @pytest.mark.parametrize(("arguments", "code", "message"), EXIT_CODES)
 def test_the_exit_code_says_if_all_works(folder, monkeypatch, capsys, arguments, code, message):
     monkeypatch.chdir(folder)
+    (folder / "empty").mkdir()
+    (folder / "unread").mkdir()
+    (folder / "unread" / "latin.py").write_bytes(UNREADABLE["latin.py"][0])
     (folder / "lab.ipynb").write_text('{"cells": [{"source": ["from apex import amp"]}]}')
     assert main(["migrate", *arguments]) == code
     assert message in "".join(capsys.readouterr())

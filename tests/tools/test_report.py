@@ -52,8 +52,12 @@ def test_there_are_two_charts_of_every_level():
     loss, apart = charts(found)
     assert [*loss.curves] == [*LEVELS]
     assert [*apart.curves] == [*LEVELS][1:]
+    assert apart.low < -4.0 < 4.0 < apart.high  # the grey area and around it
     text = report(found)
     assert text.count("<svg") == 2
+    assert 3 <= text.count('class="grid"') / 2 <= 7
+    ticks = re.findall(r'class="tick x" style="left:([\d.]+)%">([^<]*)', text)
+    assert ticks[3:] == [("79.17", "20"), ("100.00", "25"), *ticks[:5]]
     assert text.count('class="line ') == text.count('class="band ') == 9 + 8
 
 
@@ -64,6 +68,12 @@ def test_without_values_there_is_no_chart_and_no_axis(losses):
     text = report(found)
     assert "<svg" not in text
     assert "Run `apex trace`" in text or math.isfinite(losses[-1])
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_loss_that_never_changes_is_drawn(value):
+    (chart,) = charts(comparison_of(result_of(losses=(value,) * 25)))
+    assert chart.low < value < chart.high
 
 
 def test_a_curve_ends_where_its_values_do_and_stays_inside_its_chart():
@@ -102,7 +112,11 @@ def test_the_text_fits_a_terminal_and_tells_the_same_reason_once():
 
 def test_a_busy_machine_shows_no_speed_and_notes_stand_below():
     text = comparison_text(comparison_of(*EVERY, load=Load(8.0, 2), notes=("A note.",)))
-    assert not re.search(r"\d\.\d\dx", text.partition("\n\nA note.\n")[0])
+    above, note, below = text.partition("\n\nA note.\n\n")
+    assert not re.search(r"\d\.\d\dx", above)
+    assert note
+    assert "Training is as good as in fp32 at O1, O2" in below.replace("\n", " ")
+    assert "O0:" not in below  # nothing is to be said of it
 
 
 def test_skipped_levels_have_no_row():
@@ -113,7 +127,8 @@ def test_skipped_levels_have_no_row():
 
 
 CELLS = [
-    ("loss", {"losses": NAN}, "diverged"),
+    ("loss", {"losses": NAN}, "   nan  "),
+    ("loss", {"losses": (0.125,) * 25}, "0.125"),
     ("frozen", {"frozen": 0.034}, "3.4 %"),
     ("apart", {"losses": tuple(1.1 / step for step in range(1, 26))}, "+10 ± 0.4"),
     ("skipped", {"loss_scales": (2.0, 1.0) * 13}, "13 of 25"),

@@ -96,6 +96,8 @@ def test_values_that_are_not_finite_are_left_out_and_sizes_may_be_negative():
     assert (found.steps, found.worse) == (7, 7)
     assert found.share == pytest.approx(0.1)
     assert excess([math.nan] * 12, fp32) is None
+    nothing = excess([0.0] * 12, [0.0] * 12)
+    assert (nothing.share, nothing.share_error) == (0.0, 0.0)
 
 
 SLOW_AT_O5 = """

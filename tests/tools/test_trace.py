@@ -113,6 +113,8 @@ def test_a_clean_script_is_exit_code_0_and_runs_to_its_end(trace):
     assert code == cli.OK
     assert out.startswith("step 0\nstep 1\nstep 2\n")
     assert report_of(out)[0] == GOOD_VERDICT
+    assert "overflowed" not in out
+    assert "No operator" not in out
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when dynamo is imported
@@ -256,6 +258,20 @@ def test_a_clean_trace_points_to_the_options_that_name_what_stands_still(trace):
     check(traced, cli.NOT_FINITE, lost)
     traced = trace(GOOD, options=["--updates", "--keep-going"])
     check(traced, cli.OK, "Updates arrive: 0 % of the weights that 3 steps")
+    assert "hold inf or NaN" not in traced[1]
+    traced = trace(STANDS_STILL, options=["--updates", "--keep-going"])
+    check(traced, cli.NOT_FINITE, "weights that 99 steps should have moved")
+
+
+@pytest.mark.parametrize("option", ["--digits", "--updates"])
+def test_weights_that_are_nan_are_no_all_clear(trace, option):
+    body = """
+        net = nn.Linear(2, 2).bfloat16()
+        nn.init.constant_(net.weight, float("nan"))
+        train(net, [torch.ones(2, 2, dtype=torch.bfloat16)] * 3)
+    """
+    said = "The weights hold inf or NaN after the last step, of which these figures say nothing: "
+    check(trace(body, options=[option]), cli.NOT_FINITE, f"{said}`apex trace train.py` names")
 
 
 def test_gradients_that_are_all_0_are_no_all_clear(trace):
@@ -418,7 +434,8 @@ def test_everything_is_put_back(trace):
 
     hooks = lambda: torch.nn.modules.module._global_forward_hooks  # noqa: E731
     before = state()
-    trace("sys.argv.append('x')\nsys.path.append('y')\nsys.stdout = sys.stderr\n" + GOOD)
+    swaps = "sys.stdout, sys.stderr = sys.stderr, sys.stdout\n"
+    trace(f"sys.argv.append('x')\nsys.path.append('y')\n{swaps}{GOOD}")
     assert state() == before
 
 
@@ -427,6 +444,7 @@ ENDS = [
     ("sys.exit()", 0),
     ("sys.exit('no data')", 1),
     ("raise ValueError('no data')", 1),
+    ("raise ValueError", 1),
     ("raise SystemExit(2)", 2),
     ("this is no Python", 1),
 ]
@@ -436,13 +454,12 @@ ENDS = [
 def test_the_script_s_own_exit_code_passes_through(trace, body, status):
     code, out, err = trace(body)
     assert code == status
-    ended = GOOD_VERDICT
-    if "Error" in out:
-        ended = "failed before any inf or NaN reached its training."
-    assert report_of(out)[0].endswith(ended)
+    assert report_of(out)[0] == GOOD_VERDICT
     if "data" in body:
         assert err.endswith("no data\n")
     assert f"tools{os.sep}script.py" not in err  # the traceback is the script's own
+    assert "does not fit" not in out
+    assert ("No operator was traced, because the script ran none" in out) == (status == 0)
 
 
 MASKED = """
@@ -463,7 +480,7 @@ def test_a_mask_that_does_not_fit_fp16_is_named_with_its_line_and_amp_s_remedy(t
     (line,) = [n for n, text in enumerate((HEAD + MASKED).splitlines(), 1) if "-1e9" in text]
     report = report_of(out)
     assert code == cli.FAILED
-    assert report[0] == "apex trace: train.py failed before any inf or NaN reached its training."
+    assert report[0] == GOOD_VERDICT
     assert report[1].endswith(f"without overflow ({tmp_path / 'train.py'}:{line})")
     assert report[2] == "  The number does not fit. Mask with torch.finfo(scores.dtype).min."
     assert report[3].startswith("  amp.initialize prepared the model Masked to compute in 16 bits")

@@ -18,9 +18,8 @@ def describe(device: torch.device) -> str:
     features = cpu_features()
     name = features.get("cpu_name") or "CPU"
     threads = counted(torch.get_num_threads(), "thread")
-    units = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
-    present = [unit for unit in units if features.get(unit)]
-    return ", ".join([name, threads, *present])
+    units = filter(features.get, ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16"))
+    return ", ".join([name, threads, *units])
 
 
 def parse_device(name: str | None) -> torch.device:

@@ -11,6 +11,7 @@ from pathlib import Path
 from apex.debug.place import is_user_file
 from apex.tools.errors import InputError
 from apex.tools.migrate.report import migration_of
+from apex.tools.source import python_2
 
 
 def format_error(error: BaseException) -> str:
@@ -30,7 +31,7 @@ def format_error(error: BaseException) -> str:
     text = type(first).__name__
     if message:
         text += f": {message}"
-    remedies: list[str] = []
+    remedies = [python_2(first)]
     stack = traceback.extract_tb(first.__traceback__)
     frames = [frame for frame in stack if is_user_file(frame.filename)]
     if frames:
@@ -38,10 +39,15 @@ def format_error(error: BaseException) -> str:
         remedies += _misspelt(frames[-1])
     if message.endswith("Half without overflow"):  # a number beyond the range of fp16
         remedies.append("The number does not fit. Mask with torch.finfo(scores.dtype).min.")
+    if message.endswith("no known parent package"):
+        remedies.append(
+            "A file that is run belongs to no package: import its neighbours without the dot, or "
+            "trace it as a module, `apex trace -m package.module`."
+        )
     remedies += itertools.dropwhile(lambda line: not line.startswith("amp."), lines[1:])
     for wrapper in later:
         remedies += [line for line in _lines(wrapper) if line not in lines]
-    return "\n  ".join([text, *dict.fromkeys(remedies)])
+    return "\n  ".join(filter(None, [text, *dict.fromkeys(remedies)]))
 
 
 def _misspelt(frame: traceback.FrameSummary) -> Iterator[str]:
@@ -51,11 +57,6 @@ def _misspelt(frame: traceback.FrameSummary) -> Iterator[str]:
         for use in migration.uses:
             if use.line == frame.lineno and "Did you mean" in use.remedy:
                 yield use.remedy
-
-
-def is_relative_import(error: BaseException) -> bool:
-    """Returns whether a file of a package failed because it was run as a script."""
-    return isinstance(error, ImportError) and "no known parent package" in str(error)
 
 
 def _lines(error: BaseException) -> list[str]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from apex.tools.errors import InputError
-from apex.tools.failure import format_error, is_relative_import
-from apex.tools.source import check_no_notebook, python_2
+from apex.tools.failure import format_error
+from apex.tools.source import check_no_notebook
 
 
 @dataclass(frozen=True)
@@ -85,21 +85,8 @@ class Script:
         except BaseException as error:  # noqa: BLE001 - Python's own last handler
             shown = _own_frames_removed(error.__traceback__)
             sys.excepthook(type(error), error.with_traceback(shown), shown)
-            return Ending(1, format_error(error) + self._remedy(error))
+            return Ending(1, format_error(error))
         return Ending()
-
-    def _remedy(self, error: BaseException) -> str:
-        """Returns, on a new line, how to run the script without this error; empty if unknown."""
-        hint = python_2(error)
-        if is_relative_import(error) and not self.is_module:
-            folder, name = _as_module(self.name)
-            command = f"apex trace -m {name}"
-            if folder != os.getcwd():
-                command = f"cd {folder}; {command}"
-            hint = f"The file belongs to a package. Run {command}"
-        if hint:
-            hint = f"\n  {hint}"
-        return hint
 
     @contextmanager
     def as_python(self) -> Iterator[None]:
@@ -109,10 +96,8 @@ class Script:
         out = sys.stdout
         err = sys.stderr
         sys.argv = [self.name, *self.arguments]
-        folder = os.path.dirname(os.path.realpath(self.name))
-        if self.is_module:
-            folder = os.getcwd()
-        sys.path.insert(0, folder)
+        # A module's name has no folder: the current one.
+        sys.path.insert(0, os.path.dirname(os.path.realpath(self.name)))
         try:
             yield
         finally:
@@ -120,18 +105,6 @@ class Script:
             sys.path[:] = path
             sys.stdout = out
             sys.stderr = err
-
-
-def _as_module(path: str) -> tuple[str, str]:
-    """Returns the folder from which ``python -m`` can run a file of a package, and its name."""
-    folder, name = os.path.split(os.path.realpath(path))
-    name = name.removesuffix(".py")
-    is_package = True  # the file's folder is one, even without an __init__.py
-    while is_package:
-        folder, package = os.path.split(folder)
-        name = f"{package}.{name}"
-        is_package = os.path.exists(os.path.join(folder, "__init__.py"))
-    return folder, name
 
 
 def _status(code: object) -> int:

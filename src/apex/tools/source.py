@@ -29,11 +29,9 @@ def read(path: Path) -> str:
     """Returns the source, decoded as the file declares.
 
     Raises:
-        InputError: If it is a notebook, a pipe or a device, or cannot be read or decoded.
+        InputError: If it is a notebook, or cannot be read or decoded.
     """
     check_no_notebook(str(path))
-    if path.exists() and not path.is_file():  # reading a pipe waits for its writer
-        raise InputError(f"{path} cannot be read: it is not a file.")
     try:
         return importlib.util.decode_source(path.read_bytes())
     except OSError as error:
@@ -76,8 +74,8 @@ def python_2(error: BaseException) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Returns a question that suggests the most similar public name; empty if none is similar."""
-    by_lower_case = {public.lower(): public for public in names if not public.startswith("_")}
+    """Returns a question that suggests the most similar of names; empty if none is similar."""
+    by_lower_case = {known.lower(): known for known in names}
     similar = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.75)
     if not similar:
         return ""

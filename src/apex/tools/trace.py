@@ -8,12 +8,14 @@ import textwrap
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from apex._core.param_groups import params_of
+from apex._torch.dispatch_modes import suspend_modes
 from apex.debug.check import FrozenUpdates
 from apex.debug.common import counted, json_types
 from apex.debug.ends import GradientEnds
@@ -49,7 +51,7 @@ class Tracing:
     @property
     def data(self) -> dict[str, Any]:
         """The report in JSON types."""
-        ending = asdict(self.ending)
+        ending = vars(self.ending)
         return {"script": self.script, "rank": rank(), "ending": ending, **self.results}
 
 
@@ -63,35 +65,42 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
     With ``keep_going``, the script runs to its end.
     """
     steps = 0
+    is_finite = True
 
-    def count(*_: object) -> None:
-        nonlocal steps
-        if isinstance(measuring, FrozenUpdates) and measuring.busy:
+    def count(optimizer: Optimizer, *_: object) -> None:
+        nonlocal steps, is_finite
+        if updates.busy:
             return
         steps += 1
+        with suspend_modes():
+            # sync: a diagnosis
+            is_finite = all(weight.isfinite().all() for weight in params_of(optimizer))
         is_main = threading.current_thread() is threading.main_thread()
         if steps >= _STEPS and is_main and not keep_going:
             raise FaultFound
 
-    measuring: Any
+    updates = FrozenUpdates()
+    ends = RoundingTrace() if digits else GradientEnds()
+    measured: Any = ends if digits else updates
     with ExitStack() as until_end:
-        if digits:
-            ends: GradientEnds = RoundingTrace()
-            measuring = ends
-        else:
-            ends = GradientEnds()
-            measuring = until_end.enter_context(FrozenUpdates())
+        if not digits:
+            until_end.enter_context(updates)
         until_end.enter_context(ends)
         trace_threads(ends, until_end)
         until_end.callback(register_optimizer_step_post_hook(count).remove)
         ending = script.run()
-    has_fault = bool(measuring.worst or ends.cut_off)
-    text = str(measuring)
+    text = str(measured)
     if ends.cut_off and not digits:
         text = ends.cut_off
-    lines = [f"apex trace: {script.name}", text, *_ended(ending)]
-    results = json.loads(measuring.to_json())
-    return Tracing(script.name, ending, has_fault, lines, results)
+    lines = [f"apex trace: {script.name}", text]
+    if not is_finite:
+        lines.append(
+            "The weights hold inf or NaN after the last step, of which these figures say nothing: "
+            f"`apex trace {script.name}` names the operator."
+        )
+    has_fault = bool(measured.worst or ends.cut_off or not is_finite)
+    results = json.loads(measured.to_json())
+    return Tracing(script.name, ending, has_fault, [*lines, *_ended(ending)], results)
 
 
 def trace(script: Script, *, keep_going: bool, notify: Callable[[str], None]) -> Tracing:
@@ -113,7 +122,7 @@ def trace(script: Script, *, keep_going: bool, notify: Callable[[str], None]) ->
         ending = script.run()
     seen = running.seen()
     has_fault = seen.first is not None and not seen.harmless
-    lines = _verdict(script.name, seen, ending)
+    lines = _verdict(script.name, seen)
     lines += _remarks(script.name, seen, ending)
     return Tracing(script.name, ending, has_fault, lines, json_types(seen))
 
@@ -149,11 +158,9 @@ _MADE = {
 }
 
 
-def _verdict(script: str, seen: Seen, ending: Ending) -> list[str]:
+def _verdict(script: str, seen: Seen) -> list[str]:
     first = seen.first
     if first is None:
-        if ending.error:
-            return [f"apex trace: {script} failed before any inf or NaN reached its training."]
         return [f"apex trace: no inf or NaN in {script} reached a gradient, the loss or a weight."]
     if seen.harmless:
         return [

@@ -24,7 +24,7 @@ class Point(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A line chart: each level's curve, the ends of both axes, and round values on them.
+    """A line chart: each level's curve, and the ends of both axes.
 
     The grey area extends from ``-area`` to ``area``.
     """
@@ -32,11 +32,8 @@ class Chart(NamedTuple):
     title: str
     caption: str
     curves: Mapping[str, Sequence[Point]]
-    steps: int
     low: float
     high: float
-    x_ticks: list[float]
-    y_ticks: list[float]
     area: float
 
 
@@ -95,29 +92,21 @@ def _chart(
     """
     drawn = {}
     values: list[float] = []
-    steps = 0
     for level, points in curves.items():
         if len(points) > 1:
             drawn[level] = points
             values += [point.value for point in points]
-            steps = max(steps, points[-1].step)
     if not drawn:
         return
     if area:
         values += [-2 * area, 2 * area]
     low = max(min(values), -most)
     high = min(max(values), most)
-    margin = 0.05 * (high - low)
-    if not margin:  # all values are equal
-        margin = abs(high) or 1.0
-    low -= margin
-    high += margin
-    x_ticks = [step for step in _round_values(1, steps) if step.is_integer()]
-    y_ticks = _round_values(low, high)
-    yield Chart(title, caption, drawn, steps, low, high, x_ticks, y_ticks, area)
+    margin = 0.05 * (high - low) or abs(high) or 1.0  # not 0, even if all values are equal
+    yield Chart(title, caption, drawn, low - margin, high + margin, area)
 
 
-def _round_values(low: float, high: float) -> list[float]:
+def round_values(low: float, high: float) -> list[float]:
     """Returns three to seven evenly spaced round values between two others."""
     power = 10.0 ** math.floor(math.log10(high - low))
     for factor in (0.2, 0.5, 1, 2):

@@ -47,5 +47,4 @@ def legend() -> str:
         for column in table.values():
             meanings[column.heading] = column.meaning
     width = max(map(len, meanings))
-    lines = [f"  {heading:{width}}  {meaning}" for heading, meaning in meanings.items()]
-    return "\n".join(lines)
+    return "\n".join(f"  {heading:{width}}  {text}" for heading, text in meanings.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from apex.tools.compare.charts import charts
+from apex.tools.compare.charts import charts, round_values
 from apex.tools.compare.results import Comparison
 from apex.tools.compare.table import tables
 
@@ -19,5 +19,8 @@ def report(comparison: Comparison) -> str:
         lstrip_blocks=True,
     )
     return environment.get_template("report.html.jinja").render(
-        comparison=comparison, tables=tables(comparison), charts=charts(comparison)
+        comparison=comparison,
+        tables=tables(comparison),
+        charts=charts(comparison),
+        round_values=round_values,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -160,6 +161,11 @@ class Result:
         return self.level.name
 
     @property
+    def has_diverged(self) -> bool:
+        """Whether the final loss is not finite."""
+        return self.training is not None and not math.isfinite(self.training.losses[-1])
+
+    @property
     def milliseconds(self) -> float:
         """Median time per step; 0 if it was not timed."""
         return median(self.times or [0.0])
@@ -202,12 +208,14 @@ class Recommendation:
     Attributes:
         level: The level; "O0" to stay in fp32, ``None`` without a verdict.
         text: The recommendation on speed, then a colon and the reason.
+        ties: The other levels that gain as much.
         quality: Which levels train as well as fp32, and which do not; empty if that is unknown.
         verdicts: One for each level, in display order.
     """
 
     level: str | None
     text: str
+    ties: tuple[str, ...] = ()
     quality: str = ""
     verdicts: tuple[Verdict, ...] = ()
 
@@ -234,7 +242,7 @@ class Comparison:
     results: tuple[Result, ...]
     load: Load
     notes: tuple[str, ...] = ()
-    recommendation: Recommendation = field(default=Recommendation(None, ""))
+    recommendation: Recommendation = Recommendation(None, "")
 
     @property
     def baseline(self) -> Result:
@@ -261,11 +269,14 @@ def to_json(comparison: Comparison) -> Any:
     """Returns ``comparison`` as plain data, with None for NaN and infinity, which JSON lacks."""
     levels = []
     for result in comparison.results:
-        values = {**vars(result), "speed": comparison.speed(result)}
-        level = result.level
-        dtype = dtypes.name(level.dtype)
-        values.update(level=level.name, meaning=level.meaning, dtype=dtype)
-        levels.append(values)
+        level = {
+            **vars(result),
+            "level": result.name,
+            "meaning": result.level.meaning,
+            "dtype": dtypes.name(result.level.dtype),
+            "speed": comparison.speed(result),
+        }
+        levels.append(level)
     data = {"format": "apex-compare/5", **vars(comparison), "levels": levels}
     del data["results"]
     return json_types(data)

@@ -112,7 +112,7 @@ class _Run:
 
     def train(self) -> None:
         """Trains at each level, one after another."""
-        for name in list(self.results):
+        for name in self.results:
             self._stage(f"train {name}")
             with self._recording_errors(name, "training"):
                 self._train_one(name)
@@ -131,8 +131,7 @@ class _Run:
             self._note_unmoved(trainer.experiment.model)
         self._put(name, training=record)
         with self._recording_errors(name, "evaluating"):
-            evaluated = training.evaluated(record, trainer)
-            self._put(name, training=evaluated)
+            self._put(name, training=training.evaluated(record, trainer))
 
     def _seconds_to_train(self, name: str) -> float:
         """Returns the seconds of all steps on an idle CPU, estimated from the first step."""
@@ -154,8 +153,8 @@ class _Run:
             for name, times in times_by_level.items():
                 self._put(name, times=times)
         except Exception as error:  # noqa: BLE001 - memory, or the user's code
-            text = f"Timing failed: {format_error(error).rstrip('.')}."
-            self.notes.append(f"{text} With fewer --levels it takes less memory.")
+            why = format_error(error).rstrip(".")
+            self.notes.append(f"Timing failed: {why}. With fewer --levels it takes less memory.")
 
     def _turns(self) -> Iterator[None]:
         """Yields once to warm up, and once for each round until the machine is busy."""
@@ -235,7 +234,6 @@ class _Run:
             yield
         except Exception as error:
             if (name, part) == (BASELINE, "training"):
-                text = f"Training in fp32 (O0) failed: {format_error(error)}"
-                raise InputError(text) from error
+                raise InputError(f"Training in fp32 (O0) failed: {format_error(error)}") from error
             errors = (*self.results[name].errors, f"{part} failed: {format_error(error)}")
             self._put(name, errors=errors)

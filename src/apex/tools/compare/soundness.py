@@ -108,24 +108,21 @@ def fault(result: Result, baseline: Result) -> str:
     record = result.training
     base = baseline.training
     if not faults and record is not None and base is not None:
-        faults = _faults(result, record, base)
+        faults += _faults(result, record, base)
     return "; ".join(faults)
 
 
-def _faults(result: Result, record: Training, base: Training) -> list[str]:
+def _faults(result: Result, record: Training, base: Training) -> Iterator[str]:
     steps = len(record.losses)
-    faults = []
-    if not math.isfinite(record.losses[-1]):
-        faults.append("the final loss is not finite")
+    if result.has_diverged:
+        yield "the final loss is not finite"
     elif steps >= LEAST_STEPS:
-        faults += _loss_faults(record, base, result.level.dtype)
+        yield from _loss_faults(record, base, result.level.dtype)
     frozen = record.frozen or 0.0
-    frozen_in_fp32 = base.frozen or 0.0
-    if frozen - frozen_in_fp32 > MOST_FROZEN:
-        faults.append(f"rounding lost the updates of up to {frozen:.0%} of the weights")
+    if frozen - (base.frozen or 0.0) > MOST_FROZEN:
+        yield f"rounding lost the updates of up to {frozen:.0%} of the weights"
     if record.skipped > 2 + MOST_SKIPPED * steps:
-        faults.append(f"{record.skipped} of {steps} steps were skipped")
-    return faults
+        yield f"{record.skipped} of {steps} steps were skipped"
 
 
 def _loss_faults(record: Training, base: Training, dtype: torch.dtype) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections import defaultdict
 from collections.abc import Mapping
@@ -30,9 +29,11 @@ def tables(comparison: Comparison) -> list[Table]:
     """Returns the tables without the levels that were skipped and without empty columns."""
     rows = []
     filled: set[str] = set()
-    for result in comparison.results:
+    verdicts = comparison.recommendation.verdicts
+    for result, verdict in zip(comparison.results, verdicts, strict=True):
         if not result.skipped:
             cells = _cells(result, comparison)
+            cells["verdict"] = verdict.word
             rows.append((result, cells))
             filled.update(cells)
     shown = []
@@ -48,16 +49,13 @@ def comparison_text(comparison: Comparison) -> str:
     title = f"{comparison.target}: {comparison.steps} steps on {comparison.machine}"
     parts = [wrapped(title)]
     parts += [table_text(table) for table in tables(comparison)]
-    if comparison.notes:
-        parts.append("\n".join(map(wrapped, comparison.notes)))
+    parts += map(wrapped, comparison.notes)
     levels_by_verdict = defaultdict(list)
     for verdict in recommendation.verdicts:
         if verdict.why:
             text = f"{verdict.word}, {verdict.why}."
             levels_by_verdict[text].append(verdict.level)
-    conclusion = [wrapped(recommendation.text)]
-    if recommendation.quality:
-        conclusion.append(wrapped(recommendation.quality))
+    conclusion = [wrapped(f"{recommendation.text} {recommendation.quality}")]
     for text, levels in levels_by_verdict.items():
         line = f"  {', '.join(levels)}: {text}"
         conclusion.append(wrapped(line, "    "))
@@ -72,8 +70,7 @@ def table_text(table: Table) -> str:
     is_left = [column.is_left for column in columns]
     rows = [[cells[name] for name in table.columns] for _, cells in table.rows]
     lines = aligned([headings, *rows], is_left)
-    rule = "-" * len(lines[0])
-    lines.insert(1, rule)
+    lines.insert(1, "-" * len(lines[0]))
     return "\n".join(lines)
 
 
@@ -95,9 +92,6 @@ def _cells(result: Result, comparison: Comparison) -> dict[str, str]:
     speed = comparison.speed(result)
     if speed is not None:
         cells["speed"] = f"{speed.median:.2f}x"
-    for verdict in comparison.recommendation.verdicts:
-        if verdict.level == result.name:
-            cells["verdict"] = verdict.word
     if result.training is not None:
         cells["memory"] = size(result.memory)
         cells.update(_training_cells(result.training, comparison.baseline.training))
@@ -106,20 +100,16 @@ def _cells(result: Result, comparison: Comparison) -> dict[str, str]:
 
 def _training_cells(record: Training, base: Training | None) -> dict[str, str]:
     cells = {
-        "loss": "diverged",
+        "loss": f"{end_loss(record.losses):.4g}",
         "saved": size(record.saved_bytes),
         "stored": f"{record.stored.per_param:.1f}",
         "skipped": f"{record.skipped} of {len(record.losses)}",
     }
-    loss = end_loss(record.losses)
-    if math.isfinite(loss):
-        cells["loss"] = f"{loss:.4g}"
     if base is not None and base is not record:
         difference = excess(record.losses, base.losses)
         if difference is not None:
-            apart = 100 * difference.share
             error = 100 * difference.share_error
-            cells["apart"] = f"{apart:+.2g} ± {error:.1g}"
+            cells["apart"] = f"{100 * difference.share:+.2g} ± {error:.1g}"
     if record.evaluation is not None:
         cells["evaluation"] = f"{record.evaluation:.4g}"
     if record.frozen is not None:

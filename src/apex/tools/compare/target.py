@@ -10,12 +10,12 @@ from __future__ import annotations
 import ast
 import copy
 import functools
-import importlib.util
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from apex.integrations import scales
 from apex.tools import source
 from apex.tools.errors import InputError
-from apex.tools.failure import format_error, is_relative_import
+from apex.tools.failure import format_error
 from apex.tools.script import Script
 
 FUNCTION = "setup"
@@ -90,7 +90,6 @@ def open_target(target: str, *, seed: int = 0) -> Iterator[Build]:
         with Script(str(path)).as_python():
             seed_all(seed)
             first = _made(str(path), _executed(path), function)
-            _copied(first)  # to fail now rather than after the first level
             yield functools.partial(_copied, first)
     finally:
         sys.modules.pop(_MODULE, None)
@@ -124,44 +123,30 @@ def _look_at(path: Path, function: str) -> None:
     tree = source.parse(source.read(path), path)
     executed = [part for part in tree.body if not ast.unparse(part).startswith("if __name__ ==")]
     top = [*source.of_scope(ast.Module(executed, []))]
+    trains = any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in top)
     names = {name for node in top for name, _ in source.bound_by(node)}
     missing: list[str] = []
     if function not in names and "*" not in names:
         missing = [name for name in PARTS if name not in names]
-    if not missing and not _calls_backward(top):
-        return
-    what = "not a compare target"
-    if _calls_backward(ast.walk(tree)):
-        what = "a training script"
-    lacks = ""
-    if missing:
-        lacks = f" Missing: {', '.join(missing)}."
-    raise InputError(
-        f"{path} is {what}. apex compare needs a file that defines {_NAMES}, or a function "
-        f"{function}() that returns them.{lacks} The file was not run. {_HELP}"
-    )
-
-
-def _calls_backward(nodes: Iterable[ast.AST]) -> bool:
-    return any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in nodes)
+    if missing or trains:
+        lacks = f"lacks {', '.join(missing)}" if missing else "calls backward itself"
+        raise InputError(
+            f"{path} {lacks}. apex compare takes no training script. It needs a file that defines "
+            f"{_NAMES}, or a function {function}() that returns them. The file was not run. {_HELP}"
+        )
 
 
 # -- the build -----------------------------------------------------------------------------------
 
 
 def _executed(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(_MODULE, path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"{path} is not a Python file that can be executed.")
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(_MODULE)
+    module.__file__ = str(path)
     sys.modules[_MODULE] = module  # dataclasses and pickles look for it there
     try:
-        spec.loader.exec_module(module)
+        SourceFileLoader(_MODULE, str(path)).exec_module(module)
     except (Exception, SystemExit) as error:  # a script may call sys.exit
-        why = format_error(error)
-        if is_relative_import(error):
-            why += "\n  Its folder is on sys.path: import its neighbours without the dot."
-        raise InputError(f"Executing {path} failed: {why}") from error
+        raise InputError(f"Executing {path} failed: {format_error(error)}") from error
     return module
 
 

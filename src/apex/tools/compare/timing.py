@@ -151,8 +151,7 @@ def time_interleaved(
             earlier = times[name]
             if earlier and earlier[-1] < _SHORT:
                 step()
-            milliseconds = seconds(step, device) * 1e3
-            earlier.append(milliseconds)
+            earlier.append(seconds(step, device) * 1e3)
     # The first turn warms up.
     return {name: tuple(values[1:]) for name, values in times.items()}
 
@@ -172,7 +171,6 @@ def operator_seconds(dtype: torch.dtype, device: torch.device) -> dict[str, Time
         with contextlib.suppress(RuntimeError):  # the device lacks the kernel
             fp32 = make(torch.float32, device)
             low_precision = make(dtype, device)
-            low_precision()
             end = time.perf_counter() + LEAST_SECONDS
             while len(times) < LEAST_REPEATS or time.perf_counter() < end:
                 fp32_seconds = seconds(fp32, device)

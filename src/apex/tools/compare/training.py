@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -57,8 +56,8 @@ class Trainer:
             return function(*args)
 
     def _casts(self, *, on: bool) -> torch.autocast:
-        dtype = self._level.dtype if on else None
-        return torch.autocast(self.device.type, dtype, enabled=on, cache_enabled=on)
+        device = self.device.type
+        return torch.autocast(device, self._level.dtype, enabled=on, cache_enabled=on)
 
     def backward(self, batch: Any) -> Tensor:
         """Returns the loss (0-d, detached) after its backward pass."""
@@ -79,7 +78,8 @@ class Trainer:
     def _prepare(self) -> None:
         options = {"opt_level": self._level.name, **self._level.options}
         experiment = self.experiment
-        with _quiet():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user did not choose the level
             amp.initialize(experiment.model, experiment.optimizer, verbosity=0, **options)
 
     def loss_scale(self) -> float:
@@ -105,20 +105,6 @@ def _checked(loss: Any) -> Tensor:
         f"loss(model, batch) returned {what}; it must return one number that depends on the "
         "model's parameters, a 0-d tensor with a gradient."
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences amp's messages about a level, because the user did not choose it."""
-    logger = logging.getLogger("apex")
-    before = logger.disabled
-    logger.disabled = True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.disabled = before
 
 
 class AutocastTrainer(Trainer):
@@ -154,19 +140,15 @@ def train(trainer: Trainer, batches: Sequence[Any]) -> Training:
     frozen_shares = []
     every = math.ceil(len(batches) / FROZEN_SAMPLES)
     saved: BytesByAddress = {}
-    recording: AbstractContextManager[Any] = saved_for_backward(saved)
     for step, batch in enumerate(batches, start=1):
-        with recording:
+        with saved_for_backward(saved) if step == 1 else nullcontext():
             loss = trainer.backward(to_device(batch, device))
-        recording = nullcontext()  # from the second step on
         losses.append(float(loss))  # sync: every loss is shown
-        if step % every == 0:
-            with FrozenUpdates() as updates:
-                trainer.step()
-            if updates.wanted:
-                frozen_shares.append(updates.share)
-        else:
+        updates = FrozenUpdates()
+        with updates if step % every == 0 else nullcontext():
             trainer.step()
+        if updates.wanted:
+            frozen_shares.append(updates.share)
         loss_scales.append(trainer.loss_scale())
     experiment = trainer.experiment
     return Training(
@@ -180,23 +162,13 @@ def train(trainer: Trainer, batches: Sequence[Any]) -> Training:
 
 
 def evaluated(record: Training, trainer: Trainer) -> Training:
-    """Returns the record with the result of the target's ``evaluate``, if it has one.
-
-    Raises:
-        InputError: If the result is not one number.
-    """
+    """Returns the record with the result of the target's ``evaluate``, if it has one."""
     experiment = trainer.experiment
     if experiment.evaluate is None:
         return record
     with torch.no_grad():
-        result: Any = trainer.run(experiment.evaluate, experiment.model)
-        try:
-            evaluation = float(result)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(
-                f"evaluate(model) returned {kind(result)}; it must return one number"
-            ) from error
-    return replace(record, evaluation=evaluation)
+        metric = trainer.run(experiment.evaluate, experiment.model)
+    return replace(record, evaluation=float(metric))
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

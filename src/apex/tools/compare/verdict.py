@@ -4,8 +4,8 @@ Note [Verdict on speed]
     The levels' steps alternate, so that each round contains one step of every level. A level's
     speed is the median over rounds of fp32's time divided by its own, with the interval of
     :mod:`.timing`. A level is faster if the median is at least ``LEAST_GAIN`` and the interval is
-    above 1. It is not faster if the median is less than ``LEAST_GAIN`` and the interval ends below
-    ``MOST_MISSED``. Anything else is unclear. Contention costs a fixed time per parallel region,
+    above 1. Otherwise, it is not faster if the interval ends below ``MOST_MISSED``, and it is
+    unclear if not. Contention costs a fixed time per parallel region,
     which no pairing cancels. Therefore a busy machine gets no verdict on speed.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,6 +34,9 @@ LEAST_BYTES_SAVED = 32e6
 LEAST_MEMORY_GAIN = 0.9
 """Largest share of fp32's memory that counts as a saving."""
 
+UNTIMED = Interval(0.0, 0.0, math.inf)
+"""The speed of a level that was not timed."""
+
 
 @dataclass(frozen=True)
 class _Candidate:
@@ -43,30 +46,13 @@ class _Candidate:
         result: The level's result.
         base: The result of fp32.
         reason: Why the level was skipped or is ruled out; empty if neither.
-        speed: Its speed relative to fp32; None if it was not timed.
+        speed: Its speed relative to fp32.
     """
 
     result: Result
     base: Result
     reason: str
-    speed: Interval | None
-
-    @property
-    def median_speed(self) -> float:
-        """The median of its speed; 0 if it was not timed."""
-        return 0.0 if self.speed is None else self.speed.median
-
-    @property
-    def is_faster(self) -> bool | None:
-        """Whether it is faster; None if that is unclear. See Note [Verdict on speed]."""
-        if self.speed is None:
-            return None
-        gains = self.speed.median >= LEAST_GAIN
-        if gains and self.speed.low > 1:
-            return True
-        if not gains and self.speed.high < MOST_MISSED:
-            return False
-        return None
+    speed: Interval
 
     @property
     def saved(self) -> int:
@@ -79,36 +65,26 @@ class _Candidate:
 
     @property
     def gains(self) -> bool:
-        """Whether it is faster than fp32, or as fast and much smaller."""
-        if self.is_faster is False:
-            is_as_fast = self.median_speed >= 1 / LEAST_GAIN
-            return is_as_fast and self.saved >= LEAST_BYTES_SAVED
-        return self.is_faster is True
+        """Whether it is faster than fp32, or as fast and much smaller; see the note above."""
+        if _is_clear(self.speed):
+            return True
+        is_as_fast = self.speed.median >= 1 / LEAST_GAIN and self.speed.high < MOST_MISSED
+        return is_as_fast and self.saved >= LEAST_BYTES_SAVED
 
     @property
     def facts(self) -> str:
         """Its speed and, if any, the memory it saves, such as ``"40% less memory (1.2 GiB)"``."""
         if self.result.emulated:
             return self.result.emulated
-        if self.speed is None:
+        if self.speed is UNTIMED:
             return "not timed"
         if not self.saved:
             return str(self.speed)
-        share = self.saved / self.base.memory
-        return f"{self.speed}, {share:.0%} less memory ({size(self.saved)})"
+        return f"{self.speed}, {self.saved / self.base.memory:.0%} less memory ({size(self.saved)})"
 
     def preference(self) -> tuple[bool, bool]:
         """Returns a key that sorts the simplest of equally fast levels first."""
         return not self.result.level.casts, self.result.level.dtype is torch.float16
-
-
-@dataclass(frozen=True)
-class _Judged:
-    """The recommended level, its text, and the other levels that gain as much."""
-
-    level: str | None
-    text: str
-    ties: Sequence[_Candidate] = ()
 
 
 def recommendation(comparison: Comparison) -> Recommendation:
@@ -117,7 +93,7 @@ def recommendation(comparison: Comparison) -> Recommendation:
     candidates = []
     for result in comparison.results:
         reason = result.skipped or fault(result, base)
-        speed = comparison.speed(result)
+        speed = comparison.speed(result) or UNTIMED
         candidates.append(_Candidate(result, base, reason, speed))
     judged = _judged(comparison, candidates)
     verdicts = []
@@ -125,75 +101,66 @@ def recommendation(comparison: Comparison) -> Recommendation:
         word, why = _word(comparison, candidate, judged)
         verdicts.append(Verdict(candidate.result.name, word, why))
     quality = _quality(comparison, candidates)
-    return Recommendation(judged.level, judged.text, quality, tuple(verdicts))
+    return replace(judged, quality=quality, verdicts=tuple(verdicts))
 
 
 def _quality(comparison: Comparison, candidates: Sequence[_Candidate]) -> str:
     """Returns which levels train as well as fp32, and which do not; empty if that is unknown."""
-    if comparison.steps < LEAST_STEPS or _diverged(comparison.baseline):
+    if comparison.steps < LEAST_STEPS or comparison.baseline.has_diverged:
         return ""
     others = [candidate for candidate in candidates[1:] if not candidate.result.skipped]
     good = [candidate.result.name for candidate in others if not candidate.reason]
     bad = [candidate.result.name for candidate in others if candidate.reason]
-    parts = []
+    sentences = []
     if good:
-        parts.append(f"as good as in fp32 at {', '.join(good)}")
+        sentences.append(f"Training is as good as in fp32 at {', '.join(good)}.")
     if bad:
-        parts.append(f"worse at {', '.join(bad)}")
-    if not parts:
-        return ""
-    return f"Training: {'; '.join(parts)}."
+        sentences.append(f"Training is worse at {', '.join(bad)}.")
+    return " ".join(sentences)
 
 
-def _diverged(result: Result) -> bool:
-    record = result.training
-    return record is not None and not math.isfinite(record.losses[-1])
-
-
-def _judged(comparison: Comparison, candidates: Sequence[_Candidate]) -> _Judged:
-    if _diverged(comparison.baseline):
-        return _Judged(
+def _judged(comparison: Comparison, candidates: Sequence[_Candidate]) -> Recommendation:
+    if comparison.baseline.has_diverged:
+        return Recommendation(
             None,
             "No recommendation: the final loss is not finite in fp32 either. Run `apex trace` on "
             "your training script: it names the operator.",
         )
     advised = [candidate for candidate in candidates if candidate.result.level.advised]
     fast = [candidate for candidate in advised if not candidate.result.emulated]
-    if not fast and len(candidates) > 1:
-        return _Judged(
-            BASELINE, "Stay in fp32 here: this CPU emulates the other levels, far slower than fp32."
-        )
     usable = [candidate for candidate in fast if not candidate.reason]
     if usable:
         text = _undecidable(comparison)
         if text:
-            return _Judged(None, text)
-    timed = [candidate for candidate in usable if candidate.speed is not None]
-    gaining = [candidate for candidate in timed if candidate.gains]
-    unclear = [candidate for candidate in timed if candidate.is_faster is None]
+            return Recommendation(None, text)
+    gaining = [candidate for candidate in usable if candidate.gains]
+    unclear = [candidate for candidate in usable if candidate.speed.high >= MOST_MISSED]
     if gaining:
-        ties = _fastest_and_ties(gaining, comparison)
-        best = min(ties, key=_Candidate.preference)
-        ties.remove(best)
+        alike = _fastest_and_ties(gaining, comparison)
+        best = min(alike, key=_Candidate.preference)
+        ties = [candidate.result.name for candidate in alike if candidate is not best]
         text = (
             f"Use {best.result.name} ({best.result.level.meaning}): {best.facts}, and a final loss "
             "within the noise of fp32."
         )
         if ties:
-            names = [candidate.result.name for candidate in ties]
-            text += f" Equally fast within the spread: {', '.join(names)}."
-        return _Judged(best.result.name, text, ties)
+            text += f" Equally fast within the spread: {', '.join(ties)}."
+        return Recommendation(best.result.name, text, tuple(ties))
     if unclear:
         best = _fastest(unclear)
-        return _Judged(
+        return Recommendation(
             None,
             f"No verdict on speed: the times vary too much ({comparison.load}). {best.result.name} "
             f"looked {best.facts}. Run again with more --rounds.",
         )
-    if not timed:
-        return _Judged(BASELINE, "Stay in fp32: no other level is usable.")
-    best = _fastest(timed)
-    return _Judged(
+    if not usable:
+        return Recommendation(
+            BASELINE,
+            "Stay in fp32: no other level is usable. Each trains worse, or this CPU emulates it, "
+            "far slower than fp32.",
+        )
+    best = _fastest(usable)
+    return Recommendation(
         BASELINE, f"Stay in fp32: {best.result.name}, the fastest usable level, is {best.facts}."
     )
 
@@ -206,17 +173,22 @@ def _undecidable(comparison: Comparison) -> str:
             f"No verdict on speed: this machine is busy ({comparison.load}). Run again when it is "
             "idle."
         )
-    if rounds < LEAST_ROUNDS:
-        few = counted(rounds, "timed step")
-        return f"No verdict on speed from {few} per level. Run again with --rounds 20."
-    if comparison.steps < LEAST_STEPS:
-        few = counted(comparison.steps, "step")
-        return f"No verdict on training from {few}. Run again with --steps 100."
+    if rounds < LEAST_ROUNDS or comparison.steps < LEAST_STEPS:
+        steps = counted(comparison.steps, "training step")
+        return (
+            f"No verdict from {steps} and {rounds} timed ones per level. Run again with "
+            "--steps 100 --rounds 20."
+        )
     return ""
 
 
+def _is_clear(lead: Interval) -> bool:
+    """Returns whether a speed is a gain for certain."""
+    return lead.median >= LEAST_GAIN and lead.low > 1
+
+
 def _fastest(candidates: Sequence[_Candidate]) -> _Candidate:
-    return max(candidates, key=lambda candidate: candidate.median_speed)
+    return max(candidates, key=lambda candidate: candidate.speed.median)
 
 
 def _fastest_and_ties(candidates: Sequence[_Candidate], comparison: Comparison) -> list[_Candidate]:
@@ -224,35 +196,32 @@ def _fastest_and_ties(candidates: Sequence[_Candidate], comparison: Comparison) 
     fastest = _fastest(candidates)
     alike = []
     for candidate in candidates:
-        lead = comparison.speed(fastest.result, candidate.result)
-        if lead is None or lead.median < LEAST_GAIN or lead.low <= 1:
+        lead = comparison.speed(fastest.result, candidate.result) or UNTIMED
+        if not _is_clear(lead):
             alike.append(candidate)
     return alike
 
 
-def _word(comparison: Comparison, candidate: _Candidate, judged: _Judged) -> tuple[Word, str]:
+def _word(
+    comparison: Comparison, candidate: _Candidate, judged: Recommendation
+) -> tuple[Word, str]:
     """Returns the verdict on a level in one word, and the reason."""
     result = candidate.result
     facts = candidate.facts
     if result is comparison.baseline:
         return "use" if judged.level == BASELINE else "baseline", "; ".join(result.errors)
-    if result.skipped:
-        return "skipped", candidate.reason
     if candidate.reason:
-        return "no", candidate.reason
+        return "skipped" if result.skipped else "no", candidate.reason
     if not result.level.advised:
         return "no", f"{facts}; no fp32 masters, for comparison only"
-    if judged.level is None or candidate.speed is None:
-        if comparison.steps < LEAST_STEPS:
-            return "unclear", f"{facts}; too few steps to judge its training"
-        return "usable" if result.emulated else "unclear", f"trains as well as fp32; {facts}"
+    if comparison.steps < LEAST_STEPS:
+        return "unclear", f"{facts}; too few steps to judge its training"
     if result.name == judged.level:
         return "use", facts
-    if candidate in judged.ties:
+    if result.name in judged.ties:
         return "ties", facts
-    if candidate.is_faster is None:
-        return "unclear", f"{facts}; the times do not tell"
-    return "usable", facts
+    is_unclear = judged.level is None and not result.emulated
+    return "unclear" if is_unclear else "usable", f"trains as well as fp32; {facts}"
 
 
 def size(count: float) -> str:

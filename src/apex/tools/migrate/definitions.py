@@ -83,12 +83,12 @@ def parameters(definition: Definition) -> list[str] | None:
             return None
         arguments = [*node.args.args, *node.args.kwonlyargs]
         return [argument.arg for argument in arguments if argument.arg != "self"]
-    if not isinstance(node, ast.ClassDef) or len(node.bases) > 1:
+    if not isinstance(node, ast.ClassDef):
         return None
     for statement in node.body:
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
             return parameters(Definition(definition.module, "__init__", statement))
-    if not node.bases:
+    if len(node.bases) != 1:
         return None
     base = ast.unparse(node.bases[0])
     return parameters(definition_of(f"{definition.module}.{base}"))

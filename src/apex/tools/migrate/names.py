@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from apex.tools.migrate.definitions import (
     ROOTS,
@@ -29,8 +28,7 @@ from apex.tools.migrate.notes import (
 from apex.tools.source import Imported, bound_by, of_scope
 
 
-@dataclass(frozen=True)
-class Name:
+class Name(NamedTuple):
     """A full name of apex in a script, such as ``apex.amp.initialize`` or ``optimizer._amp_stash``.
 
     Attributes:
@@ -43,13 +41,12 @@ class Name:
     name: str
     line: int
     keywords: tuple[str, ...] = ()
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = {}
 
 
 def is_worth_parsing(text: str) -> bool:
     """Returns whether a source may use apex, or what old scripts use beside it."""
-    words = [name.removeprefix(OPTIMIZER) for name in (*ROOTS, *OPTIMIZERS)]
-    words += ["torch", "numpy", "collections"]
+    words = {name.partition(".")[0] for name in (*ROOTS, *OPTIMIZERS, *GONE)}
     return any(word in text for word in words)
 
 
@@ -60,18 +57,14 @@ def names(tree: ast.Module) -> list[Name]:
     """
     visitor = _Visitor(tree)
     visitor.visit(tree)
-    found = {use.name for use in visitor.uses}
-    ignored = {_ACCEPTED}
-    if "apex.optimizers.FusedAdam" not in found:
-        ignored.add(STEP)
-    if _ACCEPTED in found:
-        ignored.add(LOCAL_RANK)
-    uses = [use for use in visitor.uses if use.name not in ignored]
+    uses = visitor.uses
+    if "apex.optimizers.FusedAdam" not in {use.name for use in uses}:
+        uses = [use for use in uses if use.name != STEP]
     return sorted(uses, key=lambda use: use.line)
 
 
-_ACCEPTED = "--local-rank"
-"""The argument that replaces ``LOCAL_RANK``."""
+_WRAPPED_MODEL = "DataParallel()"
+"""The full name of models that are wrapped for parallel training."""
 
 
 class _Visitor(ast.NodeVisitor):
@@ -83,15 +76,11 @@ class _Visitor(ast.NodeVisitor):
 
     def __init__(self, tree: ast.Module) -> None:
         self.uses: list[Name] = []
-        # Variables that hold a model wrapped for parallel training.
-        self._wrapped: set[str] = set()
         self._full_names = _full_names(ast.walk(tree))
         # The call of each function.
         self._calls: dict[ast.expr, ast.Call] = {}
 
     def _add(self, name: str, node: ast.expr) -> None:
-        if name in ROOTS:  # as in `apex is None`
-            return
         keywords = self._keywords_of(name, node)
         names = [keyword.arg for keyword in keywords]
         values: dict[Any, Any] = {}
@@ -100,8 +89,7 @@ class _Visitor(ast.NodeVisitor):
                 values[keyword.arg] = ast.literal_eval(keyword.value)
         if None in names:  # as in ``**options``, which may hold any
             values = {}
-        line = node.end_lineno or node.lineno
-        self.uses.append(Name(name, line, tuple(filter(None, names)), values))
+        self.uses.append(Name(name, node.lineno, tuple(filter(None, names)), values))
 
     def _keywords_of(self, name: str, node: ast.expr) -> list[ast.keyword]:
         """Returns a call's arguments by name, but for a first one by position: an object."""
@@ -119,21 +107,16 @@ class _Visitor(ast.NodeVisitor):
 
     def _visit_function(self, node: Any) -> None:
         outer = self._full_names
-        wrapped = self._wrapped
         self._full_names = outer | _full_names(of_scope(node))
-        self._wrapped = set()
         self.generic_visit(node)
         self._full_names = outer
-        self._wrapped = wrapped
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _visit_function  # noqa: N815
 
     def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
         prefix = ""
         if isinstance(node, ast.ImportFrom):
-            if node.level:
-                return
-            prefix = f"{node.module}."
+            prefix = "." * node.level + f"{node.module}."
         for alias in node.names:
             full_name = f"{prefix}{alias.name}".removesuffix(".*")
             if _is_noted(full_name):
@@ -146,11 +129,10 @@ class _Visitor(ast.NodeVisitor):
         full_name = self._full_name(node.value)
         for target in node.targets:
             if isinstance(target, ast.Name):
-                if is_of_apex(full_name):  # as in ``amp = apex.amp``
+                before = self._full_names.get(target.id)
+                # As in `amp = apex.amp`. Any other value leaves an import's name as it is.
+                if is_of_apex(full_name) or _WRAPPED_MODEL in (full_name, before):
                     self._full_names[target.id] = full_name
-                self._wrapped.discard(target.id)
-                if self._wraps(node.value):
-                    self._wrapped.add(target.id)
 
     def visit_Call(self, node: ast.Call) -> None:
         self._calls[node.func] = node
@@ -169,23 +151,15 @@ class _Visitor(ast.NodeVisitor):
             case ast.Call(ast.Attribute(attr="step")):
                 if keywords & {"grads", "output_params", "scale", "grad_norms"}:
                     yield STEP
+        options = [value.value for value in node.args if isinstance(value, ast.Constant)]
+        if LOCAL_RANK in options and "--local-rank" not in options:
+            yield LOCAL_RANK
         function = self._full_name(node.func)
         if function == LOAD and "weights_only" not in keywords:
             yield LOAD
-        if function == "apex.amp.initialize" and any(map(self._wraps, node.args[:1])):
+        models = map(self._full_name, node.args[:1])
+        if function == "apex.amp.initialize" and _WRAPPED_MODEL in models:
             yield WRAPPED
-
-    def _wraps(self, node: ast.expr) -> bool:
-        """Returns whether an expression is a model wrapped for parallel training."""
-        if isinstance(node, ast.Name):
-            return node.id in self._wrapped
-        if not isinstance(node, ast.Call):
-            return False
-        return self._full_name(node.func).endswith("DataParallel")
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        if node.value in (LOCAL_RANK, _ACCEPTED):
-            self.uses.append(Name(str(node.value), node.lineno))
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         full_name = self._full_name(node)
@@ -204,14 +178,17 @@ class _Visitor(ast.NodeVisitor):
 
     def _full_name(self, node: ast.expr) -> str:
         """Returns the full name of an expression such as ``amp.init``; empty without an import."""
-        if isinstance(node, ast.Name):
-            return self._full_names.get(node.id, "")
-        if not isinstance(node, ast.Attribute):
-            return ""
-        owner = self._full_name(node.value)
-        if not owner:
-            return ""
-        return f"{owner}.{node.attr}"
+        match node:
+            case ast.Name():
+                return self._full_names.get(node.id, "")
+            case ast.Attribute():
+                owner = self._full_name(node.value)
+                if owner:
+                    return f"{owner}.{node.attr}"
+            case ast.Call():
+                if self._full_name(node.func).endswith("DataParallel"):
+                    return _WRAPPED_MODEL
+        return ""
 
 
 def _full_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
@@ -226,7 +203,7 @@ def _full_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
             full_name = ""
             if isinstance(bound, Imported) and bound.module:
                 full_name = str(bound)
-            if name == "*" and is_of_apex(full_name):
+            if name == "*":
                 module = full_name.removesuffix(".*")
                 from_stars |= {public: f"{module}.{public}" for public in bindings(module)}
             elif is_of_apex(full_name):

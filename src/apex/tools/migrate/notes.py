@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import configparser
 from collections.abc import Container, Iterator
-from importlib import resources
+from pathlib import Path
 
 from apex._unavailable import INSTEAD
 
-_DATA = configparser.ConfigParser(delimiters=("=",), interpolation=None)
+_DATA = configparser.ConfigParser(delimiters="=", interpolation=None)
 _DATA.optionxform = str  # type: ignore[assignment, method-assign] # names keep their case
-_DATA.read_string(resources.files("apex.tools.migrate").joinpath("notes.ini").read_text("utf-8"))
+_DATA.read_string(Path(__file__).with_name("notes.ini").read_text("utf-8"))
 
 
 def _rows(section: str) -> Iterator[tuple[str, str]]:

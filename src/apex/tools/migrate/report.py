@@ -57,14 +57,11 @@ class Migration:
         return {verdict: counts[verdict] for verdict in ("works", "note", "not supported")}
 
     def __str__(self) -> str:
-        """Returns a paragraph per file, the unread files, and the counts."""
+        """Returns a paragraph per file, also of unread ones, and the counts."""
         parts = []
         for file, uses in itertools.groupby(self.uses, attrgetter("file")):
-            lines = [file, *_rows(uses)]
-            parts.append("\n".join(lines))
-        if self.not_read:
-            lines = ["{file} {reason}".format_map(unread) for unread in self.not_read]
-            parts.append("\n".join(lines))
+            parts.append("\n".join([file, *_rows(uses)]))
+        parts += ["{file} {reason}".format_map(unread) for unread in self.not_read]
         works, note, fails = self.counts.values()
         parts.append(
             f"Files: {self.files}. Uses that work unchanged: {works}, with a note: {note}, "
@@ -91,12 +88,14 @@ def migration_of(path: Path) -> Migration:
     """Returns the uses of apex in a file, or in all Python files under a folder.
 
     Raises:
-        InputError: If the path itself cannot be read.
+        InputError: If the path itself cannot be read, or has no Python files.
     """
     not_read: list[dict[str, str]] = []
     files = [path]
     if path.is_dir():
         files = _python_files(path, not_read)
+        if not files and not not_read:
+            raise InputError(f"{path} has no *.py files outside of skipped folders.")
     uses: list[Use] = []
     for file in files:
         reason = ""
@@ -120,15 +119,13 @@ def _python_files(path: Path, not_read: list[dict[str, str]]) -> list[Path]:
     """Returns the files in a folder in order; adds folders that cannot be read to ``not_read``."""
 
     def note(error: OSError) -> None:
-        reason = f"cannot be read: {error.strerror}."
-        not_read.append({"file": str(error.filename), "reason": reason})
+        not_read.append({"file": error.filename, "reason": f"cannot be read: {error.strerror}."})
 
     python_files: list[Path] = []
     for folder, subfolders, files in os.walk(path, onerror=note):
-        searched = [name for name in sorted(subfolders) if not _is_skipped(folder, name)]
-        subfolders[:] = searched  # os.walk enters the folders that are left in this list
-        scripts = [name for name in sorted(files) if name.endswith(".py")]
-        python_files += [Path(folder, name) for name in scripts]
+        # os.walk enters the folders that are left in this list.
+        subfolders[:] = [name for name in sorted(subfolders) if not _is_skipped(folder, name)]
+        python_files += [Path(folder, name) for name in sorted(files) if name.endswith(".py")]
     return python_files
 
 

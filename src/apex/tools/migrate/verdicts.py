@@ -16,8 +16,6 @@ Kind = Literal["works", "note", "not supported"]
 
 _NOTES = NOTES | OPTIMIZERS
 
-_FORK = " If it comes from a fork, keep that fork."
-
 
 def verdict_of(use: Name) -> tuple[Kind, str]:
     """Returns the verdict on one use, including its arguments, and the remedy."""
@@ -80,9 +78,10 @@ def _check_initialize(use: Name) -> None:
     if is_unknown or values.pop("enabled", True) in (False, "False"):
         return
     levels = bindings("apex.amp.properties")  # read from the source, without torch
-    if not values and isinstance(level, str) and level in levels:
+    if not values and level in levels:
         return
-    properties = importlib.import_module("apex.amp.properties")
+    from apex.amp import properties
+
     defaults = properties.level_defaults(level)
     overrides = {name: value for name, value in values.items() if name in defaults.options}
     properties.resolve(defaults, overrides, hard_override=False)
@@ -90,7 +89,8 @@ def _check_initialize(use: Name) -> None:
 
 def _check_optimizer(definition: Definition, values: Mapping[str, Any]) -> None:
     """Raises as the constructor does."""
-    torch = importlib.import_module("torch")
+    import torch
+
     constructor = getattr(importlib.import_module(definition.module), definition.name, None)
     if isinstance(constructor, type) and issubclass(constructor, torch.optim.Optimizer):
         param = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
@@ -100,16 +100,15 @@ def _check_optimizer(definition: Definition, values: Mapping[str, Any]) -> None:
 def _why_missing(definition: Definition) -> str:
     """Returns why a module lacks a name that its source does not bind; empty if it defines it."""
     name = f"{definition.module}.{definition.name}"
+    try:  # only running the module can tell
+        getattr(importlib.import_module(definition.module), definition.name)
+        return ""
+    except (AttributeError, ImportError) as error:
+        if str(error).startswith(name):  # our own explanations begin with the full name
+            return str(error)
     known = bindings(definition.module)
-    if {"__getattr__", "*"} & known.keys():  # only running the module can tell
-        try:
-            getattr(importlib.import_module(definition.module), definition.name)
-            return ""
-        except AttributeError as error:
-            if str(error).startswith(name):  # our own explanations begin with the full name
-                return str(error)
-    similar = did_you_mean(definition.name, known)
-    return f"{name} is not part of this apex.{similar or _FORK}"
+    remedy = did_you_mean(definition.name, known) or " If it comes from a fork, keep that fork."
+    return f"{name} is not part of this apex.{remedy}"
 
 
 def _noted(*notes: str) -> tuple[Kind, str]:
@@ -121,8 +120,7 @@ def _noted(*notes: str) -> tuple[Kind, str]:
 
 def _noted_name(name: str) -> str:
     """Returns the name that the notes use for an object, which apex may export under several."""
-    known = nearest(name, _NOTES)
-    return known or _noted_definitions().get(definition_of(name), name)
+    return nearest(name, _NOTES) or _noted_definitions().get(definition_of(name), name)
 
 
 @cache
