@@ -41,8 +41,8 @@ def apply_weight_norm(module: M, name: str = "", dim: int | None = 0, hook_child
     Raises:
         AttributeError: If the submodule does not exist.
         TypeError: If ``module`` is not a module.
-        ValueError: If the parameter does not exist, is already parametrized, or does not have
-            ``dim``.
+        ValueError: If there is no such parameter, as when it is already parametrized, or if it
+            does not have ``dim``.
     """
     arguments.module("apply_weight_norm", module)
     names = [name]
@@ -52,7 +52,12 @@ def apply_weight_norm(module: M, name: str = "", dim: int | None = 0, hook_child
     norms = [(path, _new_norm(module, path, dim)) for path in names]
     for path, norm in norms:
         if norm is not None:
-            _normalize(*_owner(module, path), norm)
+            owner, own_name = _owner(module, path)
+            parametrize.register_parametrization(owner, own_name, norm, unsafe=True)
+            # torch has given this module a separate class, so these affect no other module.
+            for part, original in norm.parts.items():
+                setattr(type(owner), part, property(attrgetter(original)))
+            norm.loading = owner.register_load_state_dict_pre_hook(norm.rename)
     return module
 
 
@@ -72,10 +77,7 @@ def remove_weight_norm(module: M, name: str = "", remove_all: bool = False) -> M
     """
     arguments.module("remove_weight_norm", module)
     if name and not remove_all:
-        owner, own_name = _owner(module, name)
-        if own_name not in _norms_of(owner):
-            raise ValueError(f"{name!r} has no weight norm in {module}.")
-        _remove(owner, own_name)
+        _remove(*_owner(module, name))
         return module
     for owner in [module] if remove_all else module.modules():
         for own_name in _norms_of(owner):
@@ -119,7 +121,7 @@ class _WeightNorm(nn.Module):
                 state_dict[prefix + path] = state_dict.pop(prefix + part)
 
 
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _owner(module: nn.Module, name: str) -> tuple[Any, str]:
     """Returns the submodule of a qualified parameter name, and the name in this submodule."""
     path, _, own_name = name.rpartition(".")
     return module.get_submodule(path), own_name
@@ -128,12 +130,11 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 def _new_norm(module: nn.Module, name: str, dim: int | None) -> _WeightNorm | None:
     """Returns a rule for a parameter; None for a vector or an embedding. Changes nothing."""
     owner, own_name = _owner(module, name)
-    if parametrize.is_parametrized(owner, own_name):
-        raise ValueError(f"{name!r} is already parametrized. Remove that first.")
     params = dict(owner.named_parameters(recurse=False, remove_duplicate=False))
     if own_name not in params:
         raise ValueError(
-            f"{type(owner).__name__} has no parameter {own_name!r}; it has {list(params)}."
+            f"{type(owner).__name__} has no parameter {own_name!r}; it has {list(params)}. If it "
+            "is already parametrized, remove that first."
         )
     dims = params[own_name].dim()
     # Embeddings look up rows, often with sparse gradients.
@@ -149,38 +150,29 @@ def _new_norm(module: nn.Module, name: str, dim: int | None) -> _WeightNorm | No
     return _WeightNorm(own_name, dim % dims)
 
 
-def _normalize(owner: Any, name: str, norm: _WeightNorm) -> None:
-    parametrize.register_parametrization(owner, name, norm, unsafe=True)
-    # torch has given this module a separate class, so the properties affect no other module.
-    for part, path in norm.parts.items():
-        setattr(type(owner), part, property(attrgetter(path)))
-    norm.loading = owner.register_load_state_dict_pre_hook(norm.rename)
-
-
 def _norms_of(owner: nn.Module) -> dict[str, _WeightNorm]:
     """Returns the rules of a module's own weights, by name."""
-    norms = {}
     parametrizations: Any = getattr(owner, "parametrizations", {})
+    norms = {}
     for name, rules in parametrizations.items():
-        for rule in rules:
-            if isinstance(rule, _WeightNorm):
-                norms[name] = rule
+        if isinstance(rules[0], _WeightNorm):  # later rules have one part
+            norms[name] = rules[0]
     return norms
 
 
+@torch.enable_grad()  # without gradients, a weight would not seem trainable
 def _remove(owner: Any, name: str) -> None:
     """Turns a weight back into a parameter with its current value."""
+    norm = _norms_of(owner).get(name)
+    if norm is None:
+        raise ValueError(f"{name!r} has no weight norm in {owner}.")
     if len(owner.parametrizations[name]) > 1:
         raise ValueError(
             f"{name!r} of {type(owner).__name__} has parametrizations other than apex's. Remove "
             "them together with torch.nn.utils.parametrize.remove_parametrizations."
         )
-    norm = _norms_of(owner)[name]
     norm.loading.remove()
-    for part in norm.parts:
-        delattr(type(owner), part)
-    value = getattr(owner, name)
+    weight = getattr(owner, name)
     parametrize.remove_parametrizations(owner, name)
-    if not value.requires_grad:  # torch turns a frozen weight into a buffer
-        delattr(owner, name)
-        setattr(owner, name, nn.Parameter(value, requires_grad=False))
+    # torch makes a frozen weight a buffer.
+    setattr(owner, name, nn.Parameter(weight, weight.requires_grad))
