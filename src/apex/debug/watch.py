@@ -362,8 +362,7 @@ class AutoTrace:
         if threading.get_ident() != self._thread:  # modes are per thread
             return
         self._traced_loss = None
-        with suspend_modes(trace.mode):
-            trace.__exit__(None, None, None)
+        trace.__exit__(None, None, None)
 
     def _report(self) -> None:
         first = self.trace.first if self.trace is not None else None
