@@ -133,7 +133,7 @@ class OverflowTrace(Trace):
         self._births = Births()
         # Scale of a loss that the scaler multiplied before, and whether the scale is dynamic.
         unseen = 1.0, False
-        if scaler is not None and scaler.is_enabled():
+        if scaler is not None:  # the scale of a disabled one is 1
             unseen = scaler.get_scale(), True
         self._scaled = ScaledGradients(unseen)
         # Operators and lines of misuses that were added.
@@ -250,7 +250,7 @@ class OverflowTrace(Trace):
 
     def _note_memory(self, call: Call, result: Any) -> None:
         """Records which memory holds a weight's cast, and which nothing has written yet."""
-        if call.traits.uninitialized and "empty" in call.name:
+        if "empty" in call.name:
             self._unwritten.note(result, True)
         else:
             self._unwritten.discard(call.written)
@@ -339,7 +339,7 @@ class OverflowTrace(Trace):
         reads_nan = any(read.kind == "nan" for read in observed.inputs)
         is_new_nan = kind == "nan" and not reads_nan
         # A mask's infinity is harmless until a call makes a NaN of it.
-        is_mask = worst.deliberate and worst.cause == "constant" and not worst.multiplied
+        is_mask = worst.deliberate and not worst.multiplied
         if is_new_nan and is_mask:
             return self._birth(observed, bad, kind, "constant")
         return worst
@@ -364,7 +364,7 @@ class OverflowTrace(Trace):
 
     def _source(self, tensor: Tensor, call: Call) -> str:
         """Returns the cause of a non-finite value that came from outside the trace."""
-        role = self._role(tensor)
+        role = self._held(tensor).role
         is_reduced = role == "gradient" or self._tracker.direction == "backward"
         if is_reduced and ranks.world_size() > 1:
             return "another rank"
@@ -453,13 +453,11 @@ class OverflowTrace(Trace):
         """Returns the cause, the names of its weights, and whether nothing has written them."""
         names = ""
         if cause == "weights":
-            held = self._held().of(bad)
-            names = "" if held is None else held.name
+            names = self._held(bad).name
         if cause in ("", "weights"):
             unwritten = []
-            for name, role, value in held_by(self._tracker.models, self._optimizers):
-                is_own = role in ("parameter", "buffer") and owner_of(name) == module
-                if is_own and self._unwritten.of(value):
+            for name, _, value in held_by(self._tracker.models, self._optimizers):
+                if owner_of(name) == module and self._unwritten.of(value):
                     unwritten.append(name)
             if unwritten:
                 return "weights", ", ".join(unwritten), True
@@ -467,21 +465,19 @@ class OverflowTrace(Trace):
 
     # -- weights -------------------------------------------------------------------
 
-    def _held(self) -> ByMemory[Held]:
-        """Returns the tensors of the models, and of the optimizers that have stepped."""
+    def _held(self, tensor: Tensor) -> Held:
+        """Returns a tensor with its name and role in the models and the optimizers that stepped.
+
+        Both are ``""`` if the tensor is not theirs.
+        """
         held = ByMemory[Held]()
         for item in held_by(self._tracker.models, self._optimizers):
             held.note(item.value, item)
-        return held
-
-    def _role(self, tensor: Tensor) -> str:
-        """Returns the role of a tensor in the models and optimizers; ``""`` if it has none."""
-        held = self._held().of(tensor)
-        return "" if held is None else held.role
+        return held.of(tensor) or Held("", "", tensor)
 
     def _is_weight(self, tensor: Tensor) -> bool:
         """Returns whether a tensor is a parameter, a master or a buffer; a mask is no weight."""
-        role = self._role(tensor)
+        role = self._held(tensor).role
         if role == "buffer":
             return not tracing.is_mask(tensor)
         return role in _PARAMETERS
@@ -503,7 +499,7 @@ class OverflowTrace(Trace):
         """Returns the largest absolute value of the parameters, or their casts, that a call got."""
         heaviest = 0.0
         for tensor in floating(call.arguments):
-            if self._role(tensor) in _PARAMETERS or self._casts.of(tensor):
+            if self._held(tensor).role in _PARAMETERS or self._casts.of(tensor):
                 heaviest = max(heaviest, tracing.values_of(tensor).largest)
         return heaviest
 

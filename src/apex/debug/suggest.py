@@ -231,6 +231,8 @@ class _Trials:
         required: Modules that have to be in fp32 for the model to run at O5.
     """
 
+    trace: RoundingTrace
+
     def __init__(self, model: nn.Module, arguments: Any, loss_fn: Any) -> None:
         """Runs the model twice in fp32.
 
@@ -241,7 +243,6 @@ class _Trials:
         self._arguments = arguments
         self._loss_fn = loss_fn
         self._policy = to_policy(level_defaults("O5"))
-        self.trace = RoundingTrace(model)
         self.required: list[str] = []
         self._reference = self._gradients(copy.deepcopy(model))
         noise = self._error(self._gradients(copy.deepcopy(model)))
