@@ -391,7 +391,9 @@ class OverflowTrace(Trace):
         call = observed.call
         place = self._tracker.place
         is_backward = place.direction == "backward"
-        if not cause and self._is_update(call):
+        # An optimizer step, or a write of masters to the model.
+        may_update = not cause and not place.inside and not is_backward
+        if may_update and (self._in_step or any(map(self._is_weight, call.written))):
             cause = "update"
         number = None
         if cause in ("constant", "update"):
@@ -488,12 +490,6 @@ class OverflowTrace(Trace):
             return
         if self._is_weight(tensor):
             self._births.reach(birth)
-
-    def _is_update(self, call: Call) -> bool:
-        """Returns whether a call belongs to an optimizer step or writes masters to the model."""
-        if self._tracker.module[1] or self._tracker.direction == "backward":
-            return False
-        return self._in_step or any(map(self._is_weight, call.written))
 
     def _heaviest_weight(self, call: Call) -> float:
         """Returns the largest absolute value of the parameters, or their casts, that a call got."""

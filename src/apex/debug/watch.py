@@ -324,10 +324,8 @@ class AutoTrace:
     def __init__(self, prepared: PreparedOptimizer, after_skips: int) -> None:
         self.trace: OverflowTrace | None = None
         self._after_skips = after_skips
-        # The loss of the running trace; None without one.
-        self._traced_loss: int | None = None
-        # The thread that started it.
-        self._thread = 0
+        # The loss and the thread of the running trace; None without one.
+        self._traced: tuple[int, int] | None = None
         self._stop_listening = _listen(prepared, self)
 
     def disarm(self) -> None:
@@ -336,33 +334,30 @@ class AutoTrace:
         self._stop()
 
     def _end_of_pass(self, ended: BackwardPass, _: PreparedOptimizer) -> None:
-        loss_id = ended.scaler.loss_id
-        if self._traced_loss is None:
+        traced = ended.scaler.loss_id, threading.get_ident()
+        if self._traced is None:
             for update in ended.updates:
                 skips = update.skipped_in_row
                 if skips and skips % self._after_skips == 0:
-                    self._start(ended.session, loss_id)
+                    self._start(ended.session)
+                    self._traced = traced
                     return
-        elif loss_id == self._traced_loss and threading.get_ident() == self._thread:
+        elif self._traced == traced:
             self._stop()
             self._report()
 
-    def _start(self, session: Session, loss_id: int) -> None:
-        trace = OverflowTrace(*session.models)
+    def _start(self, session: Session) -> None:
+        self.trace = OverflowTrace(*session.models)
         with suspend_modes():
-            trace.__enter__()
-        self.trace = trace
-        self._traced_loss = loss_id
-        self._thread = threading.get_ident()
+            self.trace.__enter__()
 
     def _stop(self) -> None:
-        trace = self.trace
-        if trace is None or self._traced_loss is None:  # no trace is running
+        if self.trace is None or self._traced is None:  # no trace is running
             return
-        if threading.get_ident() != self._thread:  # modes are per thread
-            return
-        self._traced_loss = None
-        trace.__exit__(None, None, None)
+        _, thread = self._traced
+        if thread == threading.get_ident():  # modes are per thread
+            self._traced = None
+            self.trace.__exit__(None, None, None)
 
     def _report(self) -> None:
         first = self.trace.first if self.trace is not None else None
