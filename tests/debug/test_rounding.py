@@ -123,6 +123,17 @@ def test_complex_values_are_followed():
     assert trace.lost == trace.skipped == ()
 
 
+def test_a_weight_times_a_number_is_no_average_that_stands_still():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight * 0.999)
+
+    model = nn.Sequential(nn.Linear(8, 8), Scaled(8, 8)).bfloat16()
+    with amp.debug.trace_rounding(model) as trace:
+        model(torch.ones(4, 8).bfloat16()).square().sum().backward()
+    assert trace.lost == ()
+
+
 def test_checkpoints_and_models_of_one_name_are_followed():
     def block(self, x):
         return checkpoint(lambda y: self.shift(self.linear(y)), x, use_reentrant=False)

@@ -81,13 +81,13 @@ def explained(
     section: str, ways: list[str], *, cause: str, dtype: str, facts: Mapping[str, Any] = {}
 ) -> dict[str, Any]:
     """Returns the attributes of a finding that explain its cause; ``facts`` fill the braces."""
-    why = data()[section].get("why")
-    if why is None:
-        why = data()[cause]["why"]
+    row = data()[section]
+    if "why" not in row:
+        row = data()[cause]
     return {
         "cause": cause,
         "dtype": dtype,
-        "why": why.format_map({**facts, "dtype": dtype}),
+        "why": row["why"].format_map({**facts, "dtype": dtype}),
         "remedies": tuple(ways[:_MOST_REMEDIES]),
     }
 

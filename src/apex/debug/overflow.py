@@ -84,36 +84,33 @@ class _Input(NamedTuple):
 class _Observed:
     """A call, and its inputs as they were before it.
 
-    Attributes:
-        call: The call.
-        has_copies: Whether the values of all inputs are known: those that the call overwrites have
-            at most ``limit`` elements and were copied.
+    Copies those that the call overwrites, if they have at most ``limit`` elements.
     """
 
     def __init__(self, call: Call, limit: int) -> None:
         self.call = call
-        # The inputs that the call overwrites. A tensor's hash is its id.
-        self._overwritten: dict[Tensor, _Input] = {}
+        # The inputs that the call overwrites, by id: the hash of a master is its parameter's.
+        self._overwritten: dict[int, _Input] = {}
         overwritten = call.written if call.traits.reads_written else []
-        self.has_copies = sum(map(Tensor.numel, overwritten)) <= limit
+        copies = sum(map(Tensor.numel, overwritten)) <= limit
         for tensor in overwritten:
-            values = tensor.detach().clone() if self.has_copies else tensor
-            self._overwritten[tensor] = _Input(tensor, values, kind_of(tensor))
+            values = tensor.detach().clone() if copies else tensor
+            self._overwritten[id(tensor)] = _Input(tensor, values, kind_of(tensor))
 
     def values_of(self, tensor: Tensor) -> Tensor:
         """Returns the values of an argument before the call."""
-        known = self._overwritten.get(tensor)
+        known = self._overwritten.get(id(tensor))
         return known.values if known else tensor
 
     @functools.cached_property
     def inputs(self) -> list[_Input]:
         """The arguments that the call reads."""
         inputs = []
-        written = set(self.call.written)
+        written = set(map(id, self.call.written))
         for tensor in floating(self.call.arguments):
-            if tensor in self._overwritten:
-                inputs.append(self._overwritten[tensor])
-            elif tensor not in written:
+            if id(tensor) in self._overwritten:
+                inputs.append(self._overwritten[id(tensor)])
+            elif id(tensor) not in written:
                 inputs.append(_Input(tensor, tensor, kind_of(tensor)))
         return inputs
 
@@ -442,8 +439,7 @@ class OverflowTrace(Trace):
     def _measured(self, observed: _Observed, cause: str) -> dict[str, Any]:
         """Returns the inputs' ranges and the true result, unless the inputs are too large."""
         values = [read.values for read in observed.inputs]
-        elements = sum(map(Tensor.numel, values))
-        if elements > _MAX_COPIED or not observed.has_copies:
+        if sum(map(Tensor.numel, values)) > _MAX_COPIED:
             return {}
         true = None
         if not cause:

@@ -242,8 +242,6 @@ class ShadowCall:
 
     def _is_state(self, value: Tensor, shadow: Shadow | None) -> bool:
         """Returns whether a value may be a state, such as an average, and not an activation."""
-        if self.base not in rules.LINEAR:  # a running mean
-            return True
         if value.requires_grad and torch.is_grad_enabled():
             return False
         if shadow is None or shadow.origin is None:  # exact
@@ -294,9 +292,7 @@ class ShadowCall:
         if self.base == "native_dropout":
             values, dropped = in_fp32.args[:2]
             mask = result[1]  # the run's decision
-            kept = 1.0 - dropped
-            if not kept:  # the mask is 0 everywhere
-                kept = 1.0
+            kept = (1.0 - dropped) or 1.0  # if not, the mask is 0 everywhere
             wide: Any = (values * mask / kept, mask)
         else:
             wide = in_fp32.run()

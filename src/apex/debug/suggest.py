@@ -277,8 +277,7 @@ class _Trials:
             prepare(session, [model], [], plan, ExitStack())
             if trace:
                 self.trace = RoundingTrace(model)
-            context = self.trace if trace else nullcontext()
-            with context:
+            with self.trace if trace else nullcontext():
                 gradients = self._gradients(model)
             return self._error(gradients)
         finally:
