@@ -482,9 +482,7 @@ class OverflowTrace(Trace):
 
     def _reach_weight(self, birth: Birth, tensor: Tensor) -> None:
         """Records that a birth's values have reached a weight, if the tensor is one."""
-        if birth.deliberate or birth.stepped:
-            return
-        if self._is_weight(tensor):
+        if not birth.deliberate and not birth.stepped and self._is_weight(tensor):
             self._births.reach(birth)
 
     def _heaviest_weight(self, call: Call) -> float:

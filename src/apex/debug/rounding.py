@@ -191,14 +191,14 @@ class RoundingTrace(GradientEnds):
         return tuple(self._skipped)
 
     def __str__(self) -> str:
-        lines = [*filter(None, [self.cut_off]), self._headline]
+        lines = [self.cut_off, self._headline]
         later = [f"{row.op} {row.where}, {row.direction}" for row in self.lost[1:]]
         if later:
             lines.append(f"later  {listed(later)}")
         for skip in self.skipped:
             module = skip.module or "(no module)"
             lines.append(f"skipped: {skip.op} in {module}: {skip.reason}")
-        return "\n".join(lines)
+        return "\n".join(filter(None, lines))
 
     @property
     def _headline(self) -> str:
@@ -394,8 +394,8 @@ class RoundingTrace(GradientEnds):
         if place is None or self._lost_squares <= rules.LOST_GRADIENT**2 * self._squares:
             return
         share = 100 * self._zeros / self._elements
-        way = self._underflow_way
-        ways = [*remedies("underflow", way), *remedies("in bf16", way)]
+        ways = remedies("underflow", self._underflow_way)
+        ways += remedies("in bf16", self._underflow_way)
         row = RoundingRow(
             **vars(place),
             op="aten.add",

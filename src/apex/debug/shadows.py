@@ -456,5 +456,4 @@ class Results:
                 # Terms that nearly cancel leave a larger error than they brought.
                 if may_cancel and distance.relative > explained:
                     entry = distance.relative
-            shadow = shadows.added(pair.low)
-            shadow.write(pair, unit=call.unit, entry=entry, origin=origin)
+            shadows.added(pair.low).write(pair, unit=call.unit, entry=entry, origin=origin)

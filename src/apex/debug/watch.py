@@ -6,8 +6,8 @@ import logging
 import math
 import threading
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -47,20 +47,14 @@ def _prepared_state(caller: str, optimizer: Any) -> PreparedOptimizer:
 def _listen(prepared: PreparedOptimizer, tool: Any) -> Callable[[], None]:
     """Calls ``tool._end_of_pass`` after each pass of the optimizer; returns a function to stop.
 
-    The function does not keep the optimizer alive.
+    The function does not keep the optimizer alive, and may be called again.
     """
-    reference = weakref.ref(prepared)
 
     def listener(ended: BackwardPass, prepared: PreparedOptimizer) -> None:
         tool._end_of_pass(ended, prepared)
 
-    def stop() -> None:
-        optimizer = reference()
-        if optimizer is not None and listener in optimizer.listeners:
-            optimizer.listeners.remove(listener)
-
     prepared.listeners.append(listener)
-    return stop
+    return weakref.finalize(prepared, prepared.listeners.remove, listener)
 
 
 # -- History ---------------------------------------------------------------------------------------
@@ -135,7 +129,6 @@ class History:
         self._seen = 0
         stop_listening = _listen(prepared, weakref.proxy(self))
         self._stop = weakref.finalize(self, stop_listening)
-        self._stop.atexit = False
 
     def __enter__(self) -> History:
         return self
@@ -162,7 +155,7 @@ class History:
     def __str__(self) -> str:
         """Returns one line per loss."""
         lines = []
-        for loss_id, passes in _by_loss(self.passes).items():
+        for loss_id, passes in _by_loss(self.passes):
             count = counted(len(passes), "backward pass", "es")
             skipped = sum(item.overflow for item in passes)
             scales = [item.loss_scale for item in passes]
@@ -207,7 +200,7 @@ class History:
             ) from error
         figure = Figure(layout="constrained")
         upper, lower = cast(Any, figure.subplots(2, 1, sharex=True))
-        for loss_id, passes in _by_loss(self.passes).items():
+        for loss_id, passes in _by_loss(self.passes):
             name = f"loss {loss_id}"
             indices = [item.index for item in passes]
             loss_scales = [item.loss_scale for item in passes]
@@ -248,12 +241,10 @@ class History:
             self._seen += 1
 
 
-def _by_loss(passes: list[Pass]) -> dict[int, list[Pass]]:
-    """Returns the passes of each loss, in order of the losses."""
-    by_loss: dict[int, list[Pass]] = defaultdict(list)
-    for item in passes:
-        by_loss[item.loss_id].append(item)
-    return dict(sorted(by_loss.items()))
+def _by_loss(passes: list[Pass]) -> Iterator[tuple[int, list[Pass]]]:
+    """Yields each loss with its passes, in order of the losses."""
+    for loss_id in sorted({item.loss_id for item in passes}):
+        yield loss_id, [item for item in passes if item.loss_id == loss_id]
 
 
 def _norm(params: Iterable[Tensor]) -> Tensor:
