@@ -1,6 +1,7 @@
 """apex.reparameterization: values, names, state dicts, removal."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_removal_gives_plain_weights_with_the_values_of_now():
     assert hasattr(model[0], "weight_g")
     remove_weight_norm(model)
     assert model.state_dict().keys() == net().state_dict().keys()
-    assert torch.equal(model(x), before)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), before)
     assert model[0].weight.is_leaf
     assert not model[0]._load_state_dict_pre_hooks
     cell = remove_weight_norm(apply_weight_norm(nn.LSTMCell(3, 4)), "weight_ih")
@@ -103,6 +104,8 @@ def test_state_dicts_of_ours_and_of_apex_load_and_copies_are_apart():
 def test_rules_of_users_are_refused_with_what_to_use():
     with pytest.raises(AttributeError, match="register_parametrization"):
         _ = reparameterization.Reparameterization
+    with pytest.raises(AttributeError, match="register_parametrization"):
+        _ = reparameterization.weight_norm
     with pytest.raises(ImportError, match="register_parametrization"):
         from apex.reparameterization import Reparameterization  # noqa: F401
 
