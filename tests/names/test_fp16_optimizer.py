@@ -77,11 +77,13 @@ def test_models_may_clear_the_gradients_themselves(wrapper, mode):
     runs = []
     for clears in (lambda model, optimizer: optimizer, lambda model, optimizer: model):
         model, optimizer = build(wrapper, **mode)
+        grads = []
         for step in range(5):
             clears(model, optimizer).zero_grad()
-            optimizer.backward(loss_of(model, step, overflow="dynamic_loss_scale" in mode))
+            optimizer.backward(loss_of(model, step, overflow=step == 3 and len(mode) > 1))
+            grads += loops.values(param.grad for param in model.parameters())
             optimizer.step()
-        runs.append((masters(optimizer), optimizer.loss_scale))
+        runs.append((masters(optimizer), optimizer.loss_scale, grads[:18], grads[-6:]))
     assert same(*runs)
 
 
@@ -150,6 +152,30 @@ def test_masters_may_get_the_gradients_of_several_losses_at_once():
     optimizer.zero_grad()
     optimizer.backward(loss_of(model))
     assert same(twice, 2 * optimizer.inspect_master_grad_data()[0][0])
+
+
+def test_passes_after_an_update_add_up_and_zero_grad_forgets_them():
+    model, optimizer = build(OLD, static_loss_scale=4.0)
+    optimizer.backward(loss_of(model, 0))
+    for step in (1, 2):
+        optimizer.backward(loss_of(model, step), update_master_grads=False)
+    with pytest.raises(RuntimeError, match="Call update_master_grads"):
+        optimizer.step()
+    optimizer.update_master_grads()
+    plain = net().float()
+    sum(loss_of(plain, step) for step in range(3)).backward()
+    grads = [param.grad for param in optimizer.param_groups[0]["params"]]
+    expected = [param.grad for param in plain.parameters()]
+    torch.testing.assert_close(grads, expected, rtol=2**-6, atol=2**-8)
+    optimizer.backward(loss_of(model), update_master_grads=False)
+    optimizer.zero_grad()
+    optimizer.step()
+    optimizer.update_master_grads()
+    optimizer.zero_grad()
+    optimizer.loss_scale = 1.0
+    optimizer.backward(loss_of(model, 0), update_master_grads=False)
+    unscaled = torch.autograd.grad(loss_of(model, 0), [*model.parameters()])
+    assert same([param.grad for param in model.parameters()], unscaled)
 
 
 def test_clipping_clips_the_unscaled_gradients_and_returns_minus_1_on_overflow():
