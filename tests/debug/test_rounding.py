@@ -123,6 +123,12 @@ def test_complex_values_are_followed():
     assert trace.lost == trace.skipped == ()
 
 
+def test_tensors_without_elements_are_exact():
+    with amp.debug.trace_rounding() as trace:
+        (torch.ones(0, 2).bfloat16() + 1).sum()
+    assert trace.lost == trace.skipped == ()
+
+
 def test_a_weight_times_a_number_is_no_average_that_stands_still():
     class Scaled(nn.Linear):
         def forward(self, x):
