@@ -13,7 +13,6 @@ SOURCES = Path(apex.__file__).parents[1]
 DOCUMENTED = ("torch._foreach_", "torch.ops.aten._foreach_", "torch.utils._python_dispatch.Torch")
 ELSEWHERE = {
     "torch.nn.modules.batchnorm._BatchNorm": "the common class of batch norms since torch 0.2",
-    "torch._weight_norm": "torch.nn.utils.weight_norm calls it; old checkpoints depend on it",
     "torch.nn.modules._functions.SyncBatchNorm": "torch's own function, without its module",
 }
 

@@ -101,3 +101,10 @@ def test_a_mask_costs_no_reading_of_the_weights():
             net(torch.randn(4, 4)).sum().backward()
         counts.append(reads.count)
     assert counts[0] - counts[1] < 50
+
+
+@torch.no_grad()
+def test_a_mask_from_outside_is_no_fault_of_an_evaluation():
+    with trace_overflow() as trace:
+        (torch.ones(4, 4) + MASK).softmax(-1)
+    assert trace.first is None

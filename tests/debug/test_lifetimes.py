@@ -80,6 +80,18 @@ def test_a_trace_is_entered_once(tool):
         trace.__enter__()
 
 
+@traces
+def test_traces_that_end_in_another_order_trace_to_their_ends(tool):
+    model, x = torch.nn.Linear(2, 2).bfloat16(), torch.ones(1, 2).bfloat16()
+    first, second = tool(model).__enter__(), tool(model).__enter__()
+    first.__exit__()
+    (model(x) - 1e30 * model(x)).square().sum().backward()
+    second.__exit__()
+    assert "no operator ran" in str(first)
+    assert "no operator ran" not in str(second)
+    assert _get_current_dispatch_mode_stack() == []
+
+
 def facts(model):
     hooks = [*model._forward_hooks, *model._forward_pre_hooks]
     hooks += [*modules._global_forward_hooks, *optimizers._global_optimizer_pre_hooks]

@@ -175,6 +175,14 @@ def test_gradients_from_before_the_trace_are_not_data_and_come_last():
     assert (trace.first.op, trace.first.cause) == ("aten.log", "domain")
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_that_are_not_finite_are_weights(level):
+    net, optimizer = loops.prepared(level, model=nn.Linear(2, 2))
+    for master in amp.master_params(optimizer):
+        nn.init.constant_(master, torch.nan)
+    assert trace_of(net).first.cause == "weights"
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_fault_inside_a_checkpoint_is_found_in_its_module(reentrant):
     def checkpointed(self, x):

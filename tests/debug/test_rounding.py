@@ -109,6 +109,37 @@ def test_writes_in_place_and_views_are_followed(how):
     assert (worst.module, worst.op) == ("1", "aten.sub")
 
 
+def test_complex_values_are_followed():
+    class Rotary(nn.Module):
+        def forward(self, x):
+            angles = torch.polar(torch.ones(4), torch.arange(4.0))
+            turned = torch.view_as_complex(x.float().unflatten(-1, (4, 2))) * angles
+            return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Rotary(), nn.Linear(8, 8)).bfloat16()
+    with amp.debug.trace_rounding(model) as trace:
+        model(torch.randn(4, 8).bfloat16()).square().sum().backward()
+    assert trace.lost == trace.skipped == ()
+
+
+def test_tensors_without_elements_are_exact():
+    with amp.debug.trace_rounding() as trace:
+        (torch.ones(0, 2).bfloat16() + 1).sum()
+    assert trace.lost == trace.skipped == ()
+
+
+def test_a_weight_times_a_number_is_no_average_that_stands_still():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight * 0.999)
+
+    model = nn.Sequential(nn.Linear(8, 8), Scaled(8, 8)).bfloat16()
+    with amp.debug.trace_rounding(model) as trace:
+        model(torch.ones(4, 8).bfloat16()).square().sum().backward()
+    assert trace.lost == ()
+
+
 def test_checkpoints_and_models_of_one_name_are_followed():
     def block(self, x):
         return checkpoint(lambda y: self.shift(self.linear(y)), x, use_reentrant=False)

@@ -38,6 +38,7 @@ def test_a_healthy_model_needs_none(name):
     found = suggested(rounding_cases.HEALTHY[name]())
     assert found.modules == []
     assert found.error_before == found.error_after > 0.0
+    assert str(found).startswith("No module needs fp32 at O5: error of the gradients")
     assert found.setting == ""
 
 

@@ -73,6 +73,29 @@ def test_it_trains_like_a_loop_by_hand(wrapper, mode):
     assert same(list(model.parameters()), loop.model)
 
 
+def test_models_may_clear_the_gradients_themselves(wrapper, mode):
+    runs = []
+    for clears in (lambda model, optimizer: optimizer, lambda model, optimizer: model):
+        model, optimizer = build(wrapper, **mode)
+        grads = []
+        for step in range(5):
+            clears(model, optimizer).zero_grad()
+            optimizer.backward(loss_of(model, step, overflow=step == 3 and len(mode) > 1))
+            grads += loops.values(param.grad for param in model.parameters())
+            optimizer.step()
+        runs.append((masters(optimizer), optimizer.loss_scale, grads[:18], grads[-6:]))
+    assert same(*runs)
+
+
+def test_a_static_scale_stays_and_only_the_later_classes_skip_its_overflows():
+    for wrapper, skips in ((OLD, False), (FLAT, True), (LISTED, True)):
+        model, optimizer = build(wrapper, static_loss_scale=8.0)
+        train_wrapper(model, optimizer, [0], overflow_at={0})
+        assert optimizer.overflow is skips
+        assert all(master.isfinite().all() for master in masters(optimizer)) is skips
+        assert optimizer.loss_scale == 8.0
+
+
 def test_an_overflow_is_logged_if_asked_for(wrapper, caplog):
     for verbose in (False, True):
         model, optimizer = build(wrapper, dynamic_loss_scale=True, verbose=verbose)
@@ -109,6 +132,14 @@ def test_gradients_add_up_where_all_parameters_have_16_bits(wrapper):
     torch.testing.assert_close(before - model.bias, expected, atol=1e-3, rtol=0)
 
 
+def test_a_step_refuses_gradients_that_masters_lack():
+    model, optimizer = build(OLD)
+    optimizer.step()  # without any
+    loss_of(model).backward()
+    with pytest.raises(RuntimeError, match=r"optimizer\.backward\(loss\) in place of loss"):
+        optimizer.step()
+
+
 def test_masters_may_get_the_gradients_of_several_losses_at_once():
     model, optimizer = build(OLD, static_loss_scale=4.0)
     loss = loss_of(model)
@@ -121,6 +152,30 @@ def test_masters_may_get_the_gradients_of_several_losses_at_once():
     optimizer.zero_grad()
     optimizer.backward(loss_of(model))
     assert same(twice, 2 * optimizer.inspect_master_grad_data()[0][0])
+
+
+def test_passes_after_an_update_add_up_and_zero_grad_forgets_them():
+    model, optimizer = build(OLD, static_loss_scale=4.0)
+    optimizer.backward(loss_of(model, 0))
+    for step in (1, 2):
+        optimizer.backward(loss_of(model, step), update_master_grads=False)
+    with pytest.raises(RuntimeError, match="Call update_master_grads"):
+        optimizer.step()
+    optimizer.update_master_grads()
+    plain = net().float()
+    sum(loss_of(plain, step) for step in range(3)).backward()
+    grads = [param.grad for param in optimizer.param_groups[0]["params"]]
+    expected = [param.grad for param in plain.parameters()]
+    torch.testing.assert_close(grads, expected, rtol=2**-6, atol=2**-8)
+    optimizer.backward(loss_of(model), update_master_grads=False)
+    optimizer.zero_grad()
+    optimizer.step()
+    optimizer.update_master_grads()
+    optimizer.zero_grad()
+    optimizer.loss_scale = 1.0
+    optimizer.backward(loss_of(model, 0), update_master_grads=False)
+    unscaled = torch.autograd.grad(loss_of(model, 0), [*model.parameters()])
+    assert same([param.grad for param in model.parameters()], unscaled)
 
 
 def test_clipping_clips_the_unscaled_gradients_and_returns_minus_1_on_overflow():
@@ -146,6 +201,7 @@ def test_sparse_gradients_are_unscaled_and_checked_by_the_sum_of_their_rows(wrap
     assert table.weight.grad.to_dense().tolist() == [[0.0, 0.0], [2.0, 2.0], [0.0, 0.0]]
     optimizer.zero_grad()
     optimizer.loss_scale = 1.0
+    assert optimizer.loss_scaler.cur_scale == 1.0
     optimizer.backward((table(torch.tensor([1, 1])) * 3e38).sum())
     optimizer.step()
     assert optimizer.overflow
@@ -172,16 +228,18 @@ def test_zero_grad_clears_masters_and_model():
 def test_lbfgs_sees_the_model_move_between_evaluations():
     model = net()
     inner = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5)
-    optimizer, losses = OLD(inner, static_loss_scale=16.0), []
+    optimizer, losses, weights = OLD(inner, static_loss_scale=16.0), [], []
 
     def evaluate():
         optimizer.zero_grad()
         loss = loss_of(model)
         optimizer.backward(loss)
         losses.append(loss.item())
+        weights.append(model[0].weight.detach().clone())
         return loss
 
     optimizer.step(evaluate)
+    assert not torch.equal(weights[0], weights[-1])
     assert losses[-1] < losses[0] / 2
     for wrapper in (FLAT, LISTED):
         with pytest.raises(RuntimeError, match=r"takes no closure.*apex\.fp16_utils"):
@@ -189,7 +247,7 @@ def test_lbfgs_sees_the_model_move_between_evaluations():
 
 
 @pytest.mark.parametrize("overflows", [2, 99])
-def test_a_closure_that_overflows_is_called_again_at_a_lower_scale(overflows):
+def test_a_closure_that_overflows_is_called_again_at_a_lower_scale(overflows, caplog):
     args = {"init_scale": 8.0, "min_loss_scale": 1.0}
     model, optimizer = build(OLD, dynamic_loss_scale=True, dynamic_loss_args=args)
     calls = []
@@ -204,9 +262,10 @@ def test_a_closure_that_overflows_is_called_again_at_a_lower_scale(overflows):
     if overflows == 99:
         with pytest.raises(RuntimeError, match="even at the smallest loss scale, 1"):
             optimizer.step(evaluate)
-    else:
-        assert optimizer.step(evaluate).isfinite()
-        assert optimizer.loss_scale == 2.0
+        calls += [1] * 99
+    assert optimizer.step(evaluate).isfinite()
+    assert optimizer.loss_scale == 8.0 / 2 ** min(overflows, 3)
+    assert "Overflow within the closure; loss scale 4" in caplog.text
 
 
 # -- construction ----------------------------------------------------------------------------
@@ -224,12 +283,32 @@ def test_groups_keep_their_identity_and_hold_the_masters(wrapper):
     torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
 
 
+def test_frozen_parameters_have_masters_in_the_later_classes():
+    for wrapper, count in ((OLD, 1), (FLAT, 2), (LISTED, 2)):
+        model = nn.Linear(3, 2).half()
+        model.bias.requires_grad_(False)
+        optimizer = wrapper(sgd(model))
+        assert len(optimizer.fp32_from_fp16_groups[0]) == count
+    frozen = nn.Parameter(torch.ones(1, dtype=torch.float64), requires_grad=False)
+    assert OLD(torch.optim.SGD([frozen], lr=0.1)).param_groups[0]["params"] == [frozen]
+
+
+def test_the_state_of_an_optimizer_that_has_stepped_becomes_fp32(wrapper):
+    model = nn.Linear(3, 2).half()
+    inner = sgd(model)
+    model(torch.ones(1, 3).half()).sum().backward()
+    inner.step()
+    states = wrapper(inner).state.values()
+    assert {state["momentum_buffer"].dtype for state in states} == {torch.float32}
+
+
 BAD_ARGUMENTS = [
     (lambda m: m, {}, TypeError, "got Sequential; it wraps an optimizer"),
     (lambda m: sgd(m.double()), {}, TypeError, r"got a parameter of torch\.float64"),
     (sgd, {"dynamic_loss_scale": "no"}, TypeError, "is 'no'; it must be a bool"),
     (sgd, {**DYNAMIC, "dynamic_loss_args": {"window": 3}}, TypeError, r"holds \['window'\]"),
     (sgd, {**DYNAMIC, "dynamic_loss_args": [1]}, TypeError, "not a mapping"),
+    (sgd, {**DYNAMIC, "dynamic_loss_args": {"scale_factor": 1}}, ValueError, "must be above 1"),
     (sgd, {"static_loss_scale": 0.0}, ValueError, "positive, finite"),
     (sgd, {"static_loss_scale": "dynamic"}, ValueError, "dynamic_loss_scale=True"),
     (sgd, {**DYNAMIC, "dynamic_loss_args": {"init_scale": "x"}}, ValueError, "positive"),
@@ -271,6 +350,18 @@ def test_a_saved_run_continues_bit_by_bit(wrapper, mode):
     assert same(masters(resumed), masters(optimizer))
     assert same(dict(other.state_dict()), dict(model.state_dict()))
     assert resumed.loss_scale == optimizer.loss_scale
+
+
+def test_a_loaded_state_reaches_the_model_and_its_scale_may_be_static(wrapper):
+    model, optimizer = build(wrapper, static_loss_scale=8.0)
+    train_wrapper(model, optimizer, range(2))
+    state = optimizer.state_dict()
+    for name in ("last_overflow_iter", "scale_factor", "scale_window"):  # as in apex's files
+        state.pop(name, None)
+    _, resumed = build(wrapper, dynamic_loss_scale=True)
+    resumed.load_state_dict(state)
+    assert (resumed.dynamic_loss_scale, resumed.loss_scale) == (False, 8.0)
+    assert same(resumed.all_fp16_params, optimizer.all_fp16_params)
 
 
 def test_states_have_apexs_keys():

@@ -40,6 +40,7 @@ TO_HALF = [
 def test_a_half_network_keeps_affine_batch_norm_in_fp32(to_half):
     model = EmbeddingNet()
     before = list(model.parameters())
+    model.last.weight.grad = torch.ones(2, 4)
     found = {name: t.dtype for name, t in to_half(model).state_dict().items()}
     halves = {"table.weight", "last.weight", "last.bias"}
     halves |= {"plain_norm.running_mean", "plain_norm.running_var"}
@@ -47,6 +48,7 @@ def test_a_half_network_keeps_affine_batch_norm_in_fp32(to_half):
     assert found["norm.weight"] is found["norm.running_var"] is torch.float32
     assert found["steps"] is torch.int64
     assert all(map(lambda a, b: a is b, before, model.parameters()))
+    assert model.last.weight.grad.dtype is HALF
 
 
 def test_half_networks_cast_their_inputs():
@@ -92,6 +94,14 @@ def test_masters_are_fp32_leaves_that_share_nothing_with_the_model():
             assert all(own.requires_grad and own.is_leaf for own in masters)
             assert not {p.data_ptr() for p in params} & {own.data_ptr() for own in masters}
     assert masters[0].grad.count_nonzero() == 0  # of a flat master, at once
+
+
+def test_masters_get_no_gradient_that_their_parameters_lack():
+    params, masters = fp16_utils.prep_param_lists(half_net())
+    assert len(params) == 3  # one is frozen
+    masters[0].grad, params[1].grad = torch.ones(4, 3), torch.ones(4).half()
+    fp16_utils.model_grads_to_master_grads(params, masters)
+    assert [master.grad is None for master in masters] == [True, False, True]
 
 
 def test_lists_that_do_not_fit_are_refused():
@@ -142,7 +152,9 @@ def test_overflow_is_an_inf_or_nan_and_no_large_number(dtype):
     for value in (float("inf"), -float("inf"), float("nan")):
         assert scaler.has_overflow(iter([param(1.0), param(1.0, value, dtype=dtype)]))
     large = param(largest, largest, dtype=dtype)  # their sum is beyond the range
-    assert not scaler.has_overflow([large, nn.Parameter(torch.zeros(1))])
+    without = nn.Parameter(torch.zeros(1))
+    assert not scaler.has_overflow([large, without])
+    assert not scaler.has_overflow([without])
     assert large.grad.tolist() == [largest, largest]
 
 

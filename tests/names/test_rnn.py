@@ -138,11 +138,25 @@ def test_networks_train_under_amp(kind, level):
     assert not loops.same(loops.masters(optimizer), before)
 
 
+@torch.no_grad()
+def test_dropout_is_between_layers_in_training():
+    network, x = LSTM(FEATURES, HIDDEN, 2, dropout=1.0), inputs()
+    first, last = network.rnns
+    dropped = network(x)[0]
+    network.reset_hidden(BATCH)
+    assert torch.equal(dropped, stackedRNN([last])(torch.zeros(STEPS, BATCH, HIDDEN))[0])
+    network.reset_hidden(BATCH)
+    evaluated = network.eval()(x)[0]
+    network.reset_hidden(BATCH)
+    assert torch.equal(evaluated, stackedRNN([first, last], 2)(x)[0])
+
+
 def test_the_backend_takes_cells():
     kinds = (FEATURES, cells.TanhCell), (HIDDEN, cells.ReLUCell)
     layers = [RNNCell(1, size, HIDDEN, cell, 1) for size, cell in kinds]
     network = stackedRNN(layers, 2)
     assert list(network.rnns) == layers
+    assert network.nLayers == 2
     assert network(inputs())[0].shape == (STEPS, BATCH, HIDDEN)
     assert isinstance(toRNNBackend(layers[0], 2, bidirectional=True), bidirectionalRNN)
     shapes = {n: tuple(p.shape) for n, p in mLSTM(4, 6, 1, output_size=2).named_parameters()}
@@ -150,19 +164,20 @@ def test_the_backend_takes_cells():
         "rnns.0.w_ih": (24, 4), "rnns.0.w_hh": (24, 2), "rnns.0.w_ho": (2, 6),
         "rnns.0.b_ih": (24,), "rnns.0.b_hh": (24,), "rnns.0.w_mih": (2, 4), "rnns.0.w_mhh": (2, 2),
     }  # fmt: skip
+    assert list(ReLU(4, 6, 1, bias=False).state_dict()) == ["rnns.0.w_ih", "rnns.0.w_hh"]
     bound = 400**-0.5
     assert LSTM(50, 400, 1).rnns[0].w_ih.std().item() == pytest.approx(bound / 3**0.5, rel=0.1)
     assert RNN.LSTM is RNN.models.LSTM
 
 
 BAD_ARGUMENTS = [
-    (ValueError, "input_size is '4'; it must be an integer", lambda: LSTM("4", HIDDEN, 1)),
     (ValueError, "batch_first=True, which apex", lambda: GRU(4, 6, 1, batch_first=True)),
-    (ValueError, "num_layers is 0; it must be an integer", lambda: GRU(4, HIDDEN, 0)),
+    (ValueError, "for 0 layers; it takes at least one", lambda: GRU(4, HIDDEN, 0)),
     (ValueError, r"takes \[steps, batch, 4\] with", lambda: LSTM(4, 6, 1)(torch.ones(2, 4))),
+    (ValueError, "at least one step", lambda: LSTM(4, 6, 1)(torch.ones(0, 2, 4))),
     (ValueError, "a list of 2",
      lambda: stackedRNN([RNNCell(1, 4, HIDDEN, cells.TanhCell, 1)], 2)),
-    (ValueError, "takes an RNNCell", lambda: stackedRNN(nn.LSTM(1, 1), 1)),
+    (ValueError, "and an RNNCell or a list of 1", lambda: stackedRNN(nn.LSTM(1, 1), 1)),
 ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """apex.reparameterization: values, names, state dicts, removal."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -54,13 +55,14 @@ def test_removal_gives_plain_weights_with_the_values_of_now():
     model, x = apply_weight_norm(net()), torch.randn(2, 4)
     nn.init.normal_(model[0].weight_g)
     before = model(x)
-    remove_weight_norm(model, remove_all=True)  # of the module itself alone
+    remove_weight_norm(model, "2.weight", remove_all=True)  # of the module itself alone
+    assert hasattr(model[2], "weight_g")
     remove_weight_norm(model, "2.weight")
     assert type(model[2]) is nn.Linear
     assert hasattr(model[0], "weight_g")
     remove_weight_norm(model)
     assert model.state_dict().keys() == net().state_dict().keys()
-    assert torch.equal(model(x), before)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), before)
     assert model[0].weight.is_leaf
     assert not model[0]._load_state_dict_pre_hooks
     cell = remove_weight_norm(apply_weight_norm(nn.LSTMCell(3, 4)), "weight_ih")
@@ -70,6 +72,18 @@ def test_removal_gives_plain_weights_with_the_values_of_now():
     assert isinstance(frozen.weight, nn.Parameter)
     assert not frozen.weight.requires_grad
     assert apply_weight_norm(frozen).weight_g.shape == (3, 1)
+    with torch.no_grad():
+        assert remove_weight_norm(apply_weight_norm(nn.Linear(4, 3))).weight.requires_grad
+
+
+def test_other_parametrizations_stay():
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), *net())
+    assert apply_weight_norm(apply_weight_norm(model)) is model
+    assert len(model[1].state_dict()) == 3
+    remove_weight_norm(model)
+    assert [name for name, _ in model.named_parameters() if "original" in name] == [
+        "0.parametrizations.weight.original"
+    ]
 
 
 def test_state_dicts_of_ours_and_of_apex_load_and_copies_are_apart():
@@ -90,6 +104,8 @@ def test_state_dicts_of_ours_and_of_apex_load_and_copies_are_apart():
 def test_rules_of_users_are_refused_with_what_to_use():
     with pytest.raises(AttributeError, match="register_parametrization"):
         _ = reparameterization.Reparameterization
+    with pytest.raises(AttributeError, match="register_parametrization"):
+        _ = reparameterization.weight_norm
     with pytest.raises(ImportError, match="register_parametrization"):
         from apex.reparameterization import Reparameterization  # noqa: F401
 
@@ -101,6 +117,8 @@ BAD_ARGUMENTS = [
      lambda: apply_weight_norm(apply_weight_norm(nn.Linear(4, 3)), "weight")),
     (TypeError, r"apply_weight_norm got .*a torch\.nn\.Module",
      lambda: apply_weight_norm(None)),
+    (TypeError, r"remove_weight_norm got .*a torch\.nn\.Module",
+     lambda: remove_weight_norm(None)),
     (ValueError, "'weight' has no weight norm",
      lambda: remove_weight_norm(nn.Linear(4, 3), "weight")),
 ]  # fmt: skip

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from apex import _unavailable
-from apex._core import arguments
 
 __getattr__ = _unavailable.names_instead(
     __name__, {"flatten_list": "torch.stack", "is_iterable": "isinstance"}
@@ -60,8 +59,8 @@ class RNNCell(nn.Module):
     ) -> None:
         super().__init__()
         self.gate_multiplier = gate_multiplier
-        self.input_size = arguments.integer("input_size", input_size, least=1)
-        self.hidden_size = arguments.integer("hidden_size", hidden_size, least=1)
+        self.input_size = input_size
+        self.hidden_size = hidden_size
         self.cell = cell
         self.bias = bias
         self.output_size = output_size or hidden_size
@@ -174,14 +173,14 @@ class stackedRNN(Stateful):
         self, inputRNN: RNNCell | list[RNNCell], num_layers: int = 1, dropout: float = 0
     ) -> None:
         super().__init__()
-        arguments.integer("num_layers", num_layers, least=1)
         cells: Any = inputRNN
         if isinstance(inputRNN, RNNCell):
             others = [inputRNN.new_like(inputRNN.output_size) for _ in range(num_layers - 1)]
             cells = [inputRNN, *others]
         if not isinstance(cells, list) or len(cells) != num_layers:
             raise ValueError(
-                f"stackedRNN got {cells}; it takes an RNNCell or a list of {num_layers}."
+                f"stackedRNN got {inputRNN} for {num_layers} layers; it takes at least one layer, "
+                f"and an RNNCell or a list of {num_layers}."
             )
         self.dropout = dropout
         self.rnns = nn.ModuleList(cells)
@@ -203,13 +202,12 @@ class stackedRNN(Stateful):
             tensors, one per step.
 
         Raises:
-            ValueError: If the input has a wrong shape or no steps.
+            ValueError: If the input has another number of dimensions, or no steps.
         """
-        features = self.rnns[0].input_size
-        if input.dim() != 3 or input.shape[-1] != features or not len(input):
+        if input.dim() != 3 or not len(input):
             raise ValueError(
                 f"RNN got an input of shape {list(input.shape)}; it takes [steps, batch, "
-                f"{features}] with at least one step."
+                f"{self.rnns[0].input_size}] with at least one step."
             )
         steps = input.flip(0) if reverse else input
         states_by_step = [self._step(step) for step in steps]
@@ -226,10 +224,9 @@ class stackedRNN(Stateful):
         """Returns ``[layers, batch, features]`` of each hidden state after one step."""
         layers: list[Any] = []
         for cell in self.rnns:
-            if layers:
-                input = F.dropout(input, self.dropout, self.training)
-            layers.append(cell(input))
-            input = layers[-1][0]
+            states = cell(input)
+            layers.append(states)
+            input = F.dropout(states[0], self.dropout, self.training)
         return [torch.stack(states) for states in zip(*layers, strict=True)]
 
 

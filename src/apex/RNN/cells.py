@@ -8,7 +8,8 @@ is the number of columns of ``w_hh``, which may differ from the size of the cell
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,14 +44,15 @@ GRUCell = torch.gru_cell
 """Returns the state of a gated recurrent unit, ``[batch, hidden]``."""
 
 
-def ReLUCell(input: Tensor, hidden: Tensor, *weights: Tensor, **biases: Any) -> Tensor:
-    """Returns the state of an Elman cell with ReLU, ``[batch, hidden]``."""
-    return torch.relu(_gates(input, hidden, *weights, **biases))
+def _elman(activation: Callable[[Tensor], Tensor], *operands: Tensor, **biases: Any) -> Tensor:
+    return activation(_gates(*operands, **biases))
 
 
-def TanhCell(input: Tensor, hidden: Tensor, *weights: Tensor, **biases: Any) -> Tensor:
-    """Returns the state of an Elman cell with tanh, ``[batch, hidden]``."""
-    return torch.tanh(_gates(input, hidden, *weights, **biases))
+ReLUCell = partial(_elman, torch.relu)
+"""Returns the state of an Elman cell with ReLU, ``[batch, hidden]``."""
+
+TanhCell = partial(_elman, torch.tanh)
+"""Returns the state of an Elman cell with tanh, ``[batch, hidden]``."""
 
 
 def mLSTMCell(

@@ -56,8 +56,6 @@ def section_of(cause: str, names: set[str], place: Place, facts: Mapping[str, An
             continue
         if not re.search(row.get("line", ""), place.source):
             continue
-        if row.get("module", "") not in place.module:
-            continue
         if all(_holds(condition, facts) for condition in row.get("if", "").split()):
             return section
     return cause
@@ -81,13 +79,13 @@ def explained(
     section: str, ways: list[str], *, cause: str, dtype: str, facts: Mapping[str, Any] = {}
 ) -> dict[str, Any]:
     """Returns the attributes of a finding that explain its cause; ``facts`` fill the braces."""
-    why = data()[section].get("why")
-    if why is None:
-        why = data()[cause]["why"]
+    row = data()[section]
+    if "why" not in row:
+        row = data()[cause]
     return {
         "cause": cause,
         "dtype": dtype,
-        "why": why.format_map({**facts, "dtype": dtype}),
+        "why": row["why"].format_map({**facts, "dtype": dtype}),
         "remedies": tuple(ways[:_MOST_REMEDIES]),
     }
 
@@ -112,9 +110,6 @@ def finding_of(birth: Birth | None) -> Finding | None:
         return None
     facts = _facts(birth)
     section = section_of(birth.cause, {birth.name, birth.node}, birth.place, facts)
-    pattern = ""
-    if "ops" in data()[section]:
-        pattern = section
     return Finding(
         **vars(birth.place),
         op=birth.op,
@@ -128,7 +123,7 @@ def finding_of(birth: Birth | None) -> Finding | None:
             facts=facts,
         ),
         inputs=birth.inputs,
-        pattern=pattern,
+        pattern=section if "ops" in data()[section] else "",
         heals=birth.heals,
     )
 
@@ -209,6 +204,7 @@ def _facts(birth: Birth) -> dict[str, Any]:
         "lowest": birth.lowest,
         "least": birth.lowest == info.min,
         "inside": birth.place.inside,
+        "parametrized": "parametrizations" in birth.place.module,
         "empty": any(0 in values.shape for values in birth.inputs),
         "excess": true / birth.scale / info.max,
         "operands": len(birth.inputs),

@@ -219,7 +219,7 @@ class FrozenUpdates:
         if self.busy or self._only not in (None, optimizer):  # a copy steps, or another optimizer
             return
         self._steps += 1
-        wide = {param: _widened(param) for param in params_of(optimizer)}
+        wide = {param: _widened_parameter(param) for param in params_of(optimizer)}
         self.busy = True
         try:
             _copy_of(optimizer, wide).step()
@@ -342,24 +342,20 @@ def _copy_of(optimizer: Optimizer, wide: dict[nn.Parameter, nn.Parameter]) -> An
 
 def _widened_state(value: Tensor) -> Tensor:
     # 0-d tensors are step counts, whose dtype the kernels require.
-    if value.dim() == 0:
-        return value
-    return value.to(_wide_dtype(value))
+    return value if value.dim() == 0 else _widened(value)
 
 
-def _wide_dtype(tensor: Tensor) -> torch.dtype:
-    """Returns the widest dtype that a tensor's device supports, of the same kind."""
-    dtype = tracing.WIDE.get(tensor.dtype, tensor.dtype)
-    if tensor.device.type == "mps" and dtype is torch.float64:
-        return torch.float32
-    return dtype
-
-
-def _widened(param: Tensor) -> nn.Parameter:
+def _widened_parameter(param: Tensor) -> nn.Parameter:
     """Returns a copy of a parameter and its gradient in a wide dtype."""
-    dtype = _wide_dtype(param)
-    wide = nn.Parameter(param.detach().to(dtype, copy=True))
-    wide.requires_grad_(param.requires_grad)
+    wide = nn.Parameter(_widened(param), param.requires_grad)
     if param.grad is not None:
-        wide.grad = param.grad.detach().to(dtype, copy=True)
+        wide.grad = _widened(param.grad)
     return wide
+
+
+def _widened(value: Tensor) -> Tensor:
+    """Returns a copy in the widest dtype that the tensor's device supports, of the same kind."""
+    dtype = tracing.WIDE.get(value.dtype, value.dtype)
+    if value.device.type == "mps" and dtype is torch.float64:
+        dtype = torch.float32
+    return value.detach().to(dtype, copy=True)

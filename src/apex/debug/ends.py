@@ -24,8 +24,6 @@ class GradientEnds(Trace):
     module, integers) gets no gradient. A pass also ends at a derivative that is 0 everywhere.
     """
 
-    _NAME = "GradientEnds"
-
     def __init__(self, *models: Any) -> None:
         super().__init__(*models)
         # The last derivative: its operator, its dtype and place, and whether it returned zeros.

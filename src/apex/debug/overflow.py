@@ -84,36 +84,33 @@ class _Input(NamedTuple):
 class _Observed:
     """A call, and its inputs as they were before it.
 
-    Attributes:
-        call: The call.
-        has_copies: Whether the values of all inputs are known: those that the call overwrites have
-            at most ``limit`` elements and were copied.
+    Copies those that the call overwrites, if they have at most ``limit`` elements.
     """
 
     def __init__(self, call: Call, limit: int) -> None:
         self.call = call
-        # The inputs that the call overwrites. A tensor's hash is its id.
-        self._overwritten: dict[Tensor, _Input] = {}
+        # The inputs that the call overwrites, by id: the hash of a master is its parameter's.
+        self._overwritten: dict[int, _Input] = {}
         overwritten = call.written if call.traits.reads_written else []
-        self.has_copies = sum(map(Tensor.numel, overwritten)) <= limit
+        copies = sum(map(Tensor.numel, overwritten)) <= limit
         for tensor in overwritten:
-            values = tensor.detach().clone() if self.has_copies else tensor
-            self._overwritten[tensor] = _Input(tensor, values, kind_of(tensor))
+            values = tensor.detach().clone() if copies else tensor
+            self._overwritten[id(tensor)] = _Input(tensor, values, kind_of(tensor))
 
     def values_of(self, tensor: Tensor) -> Tensor:
         """Returns the values of an argument before the call."""
-        known = self._overwritten.get(tensor)
+        known = self._overwritten.get(id(tensor))
         return known.values if known else tensor
 
     @functools.cached_property
     def inputs(self) -> list[_Input]:
         """The arguments that the call reads."""
         inputs = []
-        written = set(self.call.written)
+        written = set(map(id, self.call.written))
         for tensor in floating(self.call.arguments):
-            if tensor in self._overwritten:
-                inputs.append(self._overwritten[tensor])
-            elif tensor not in written:
+            if id(tensor) in self._overwritten:
+                inputs.append(self._overwritten[id(tensor)])
+            elif id(tensor) not in written:
                 inputs.append(_Input(tensor, tensor, kind_of(tensor)))
         return inputs
 
@@ -133,7 +130,7 @@ class OverflowTrace(Trace):
         self._births = Births()
         # Scale of a loss that the scaler multiplied before, and whether the scale is dynamic.
         unseen = 1.0, False
-        if scaler is not None and scaler.is_enabled():
+        if scaler is not None:  # the scale of a disabled one is 1
             unseen = scaler.get_scale(), True
         self._scaled = ScaledGradients(unseen)
         # Operators and lines of misuses that were added.
@@ -250,7 +247,7 @@ class OverflowTrace(Trace):
 
     def _note_memory(self, call: Call, result: Any) -> None:
         """Records which memory holds a weight's cast, and which nothing has written yet."""
-        if call.traits.uninitialized and "empty" in call.name:
+        if "empty" in call.name:
             self._unwritten.note(result, True)
         else:
             self._unwritten.discard(call.written)
@@ -339,7 +336,7 @@ class OverflowTrace(Trace):
         reads_nan = any(read.kind == "nan" for read in observed.inputs)
         is_new_nan = kind == "nan" and not reads_nan
         # A mask's infinity is harmless until a call makes a NaN of it.
-        is_mask = worst.deliberate and worst.cause == "constant" and not worst.multiplied
+        is_mask = worst.deliberate and not worst.multiplied
         if is_new_nan and is_mask:
             return self._birth(observed, bad, kind, "constant")
         return worst
@@ -364,7 +361,7 @@ class OverflowTrace(Trace):
 
     def _source(self, tensor: Tensor, call: Call) -> str:
         """Returns the cause of a non-finite value that came from outside the trace."""
-        role = self._role(tensor)
+        role = self._held(tensor).role
         is_reduced = role == "gradient" or self._tracker.direction == "backward"
         if is_reduced and ranks.world_size() > 1:
             return "another rank"
@@ -391,7 +388,9 @@ class OverflowTrace(Trace):
         call = observed.call
         place = self._tracker.place
         is_backward = place.direction == "backward"
-        if not cause and self._is_update(call):
+        # An optimizer step, or a write of masters to the model.
+        may_update = not cause and not place.inside and not is_backward
+        if may_update and (self._in_step or any(map(self._is_weight, call.written))):
             cause = "update"
         number = None
         if cause in ("constant", "update"):
@@ -440,8 +439,7 @@ class OverflowTrace(Trace):
     def _measured(self, observed: _Observed, cause: str) -> dict[str, Any]:
         """Returns the inputs' ranges and the true result, unless the inputs are too large."""
         values = [read.values for read in observed.inputs]
-        elements = sum(map(Tensor.numel, values))
-        if elements > _MAX_COPIED or not observed.has_copies:
+        if sum(map(Tensor.numel, values)) > _MAX_COPIED:
             return {}
         true = None
         if not cause:
@@ -453,13 +451,11 @@ class OverflowTrace(Trace):
         """Returns the cause, the names of its weights, and whether nothing has written them."""
         names = ""
         if cause == "weights":
-            held = self._held().of(bad)
-            names = "" if held is None else held.name
+            names = self._held(bad).name
         if cause in ("", "weights"):
             unwritten = []
-            for name, role, value in held_by(self._tracker.models, self._optimizers):
-                is_own = role in ("parameter", "buffer") and owner_of(name) == module
-                if is_own and self._unwritten.of(value):
+            for name, _, value in held_by(self._tracker.models, self._optimizers):
+                if owner_of(name) == module and self._unwritten.of(value):
                     unwritten.append(name)
             if unwritten:
                 return "weights", ", ".join(unwritten), True
@@ -467,43 +463,33 @@ class OverflowTrace(Trace):
 
     # -- weights -------------------------------------------------------------------
 
-    def _held(self) -> ByMemory[Held]:
-        """Returns the tensors of the models, and of the optimizers that have stepped."""
+    def _held(self, tensor: Tensor) -> Held:
+        """Returns a tensor with its name and role in the models and the optimizers that stepped.
+
+        Both are ``""`` if the tensor is not theirs.
+        """
         held = ByMemory[Held]()
         for item in held_by(self._tracker.models, self._optimizers):
             held.note(item.value, item)
-        return held
-
-    def _role(self, tensor: Tensor) -> str:
-        """Returns the role of a tensor in the models and optimizers; ``""`` if it has none."""
-        held = self._held().of(tensor)
-        return "" if held is None else held.role
+        return held.of(tensor) or Held("", "", tensor)
 
     def _is_weight(self, tensor: Tensor) -> bool:
         """Returns whether a tensor is a parameter, a master or a buffer; a mask is no weight."""
-        role = self._role(tensor)
+        role = self._held(tensor).role
         if role == "buffer":
             return not tracing.is_mask(tensor)
         return role in _PARAMETERS
 
     def _reach_weight(self, birth: Birth, tensor: Tensor) -> None:
         """Records that a birth's values have reached a weight, if the tensor is one."""
-        if birth.deliberate or birth.stepped:
-            return
-        if self._is_weight(tensor):
+        if not birth.deliberate and not birth.stepped and self._is_weight(tensor):
             self._births.reach(birth)
-
-    def _is_update(self, call: Call) -> bool:
-        """Returns whether a call belongs to an optimizer step or writes masters to the model."""
-        if self._tracker.module[1] or self._tracker.direction == "backward":
-            return False
-        return self._in_step or any(map(self._is_weight, call.written))
 
     def _heaviest_weight(self, call: Call) -> float:
         """Returns the largest absolute value of the parameters, or their casts, that a call got."""
         heaviest = 0.0
         for tensor in floating(call.arguments):
-            if self._role(tensor) in _PARAMETERS or self._casts.of(tensor):
+            if self._held(tensor).role in _PARAMETERS or self._casts.of(tensor):
                 heaviest = max(heaviest, tracing.values_of(tensor).largest)
         return heaviest
 

@@ -162,9 +162,9 @@ class RoundingTrace(GradientEnds):
         # The same of all elements of fp16 gradients that are not 0 in fp32.
         self._elements = 0.0
         self._squares = 0.0
-        # Where such an element first was 0, and the remedies for how the model trained then.
+        # Where such an element first was 0, and how the model trained then.
         self._underflow_at: Place | None = None
-        self._underflow_ways: list[str] = []
+        self._underflow_way = ""
 
     def __exit__(self, *exc_info: object) -> None:
         """Stops tracing, removes all hooks and releases the models and all values."""
@@ -191,14 +191,14 @@ class RoundingTrace(GradientEnds):
         return tuple(self._skipped)
 
     def __str__(self) -> str:
-        lines = [*filter(None, [self.cut_off]), self._headline]
+        lines = [self.cut_off, self._headline]
         later = [f"{row.op} {row.where}, {row.direction}" for row in self.lost[1:]]
         if later:
             lines.append(f"later  {listed(later)}")
         for skip in self.skipped:
             module = skip.module or "(no module)"
             lines.append(f"skipped: {skip.op} in {module}: {skip.reason}")
-        return "\n".join(lines)
+        return "\n".join(filter(None, lines))
 
     @property
     def _headline(self) -> str:
@@ -386,8 +386,7 @@ class RoundingTrace(GradientEnds):
         self._squares += rules.norm(exact) ** 2
         if self._zeros and self._underflow_at is None:
             self._underflow_at = self._tracker.place
-            way = self._way
-            self._underflow_ways = [*remedies("underflow", way), *remedies("in bf16", way)]
+            self._underflow_way = self._way
 
     def _judge_underflow(self) -> None:
         """Records, as the first row, that many gradients are 0."""
@@ -395,12 +394,14 @@ class RoundingTrace(GradientEnds):
         if place is None or self._lost_squares <= rules.LOST_GRADIENT**2 * self._squares:
             return
         share = 100 * self._zeros / self._elements
+        ways = remedies("underflow", self._underflow_way)
+        ways += remedies("in bf16", self._underflow_way)
         row = RoundingRow(
             **vars(place),
             op="aten.add",
             kind="underflow",
             what=f"{share:.0f} % of the fp16 gradients are 0 where those in fp32 are not",
-            **explained("underflow", self._underflow_ways, cause="underflow", dtype="float16"),
+            **explained("underflow", ways, cause="underflow", dtype="float16"),
             error=math.sqrt(self._lost_squares / self._squares),
             tolerance=rules.LOST_GRADIENT,
         )

@@ -233,8 +233,7 @@ def roundoff(dtype: torch.dtype) -> float:
 def limit_in_fp32(call: Call, argument: Any) -> Any:
     """Returns an argument; for a clamp by eps or 1 - eps of its 16-bit dtype, fp32's."""
     dtype = getattr(call.args[0], "dtype", None)
-    is_limit = isinstance(argument, float) and call.base.startswith("clamp")
-    if is_limit and dtype in dtypes.LOW_PRECISION:
+    if call.base.startswith("clamp") and dtype in dtypes.LOW_PRECISION:
         eps, fp32_eps = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
         return {eps: fp32_eps, 1 - eps: 1 - fp32_eps}.get(argument, argument)
     return argument

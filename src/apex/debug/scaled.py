@@ -40,9 +40,9 @@ class ScaledGradients:
         self._unseen = unseen
         self.loss_scale = unseen
         # The scales of losses, and of the values computed from them, as in ``loss_scale``.
-        self._losses: ByMemory[tuple[float, bool]] = ByMemory()
+        self._losses = ByMemory[tuple[float, bool]]()
         # The multipliers that gradients, and the values computed from them, carry.
-        self._scales: ByMemory[float] = ByMemory()
+        self._scales = ByMemory[float]()
 
     def scale_of(self, values: Any) -> float:
         """Returns the scale that the first scaled tensor carries; 1 if none does."""

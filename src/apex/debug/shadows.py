@@ -15,7 +15,7 @@ from apex._core import dtypes, tree
 from apex._torch.sparse import with_memory
 from apex.debug import rules
 from apex.debug.place import Place
-from apex.debug.tracing import SAVES_INFINITIES, ByMemory, Call, floating, is_checked, kind_of
+from apex.debug.tracing import SAVES_INFINITIES, ByMemory, Call, floating, kind_of
 
 _FIRST_RESULT = (
     "native_layer_norm",
@@ -96,12 +96,9 @@ class Shadow:
         tensor = pair.low
         self.origin = origin or self.origin
         self.unit = max(unit, self.unit, rules.roundoff(tensor.dtype))
+        # A write to a part of the storage ends the chain of the whole.
         is_whole = tensor.numel() == self.values.numel()
-        # A write to a part of the storage keeps the larger entry of the two.
-        if is_whole or self.entry is None:
-            self.entry = entry
-        elif entry is not None:
-            self.entry = max(entry, self.entry)
+        self.entry = entry if is_whole else None
         self.view(tensor).copy_(pair.high)
 
 
@@ -144,20 +141,13 @@ class Shadows(ByMemory[Shadow]):
 
 
 def can_shadow(tensor: Tensor) -> bool:
-    """Returns whether a tensor's values can have a shadow: strided, floating-point, in memory."""
-    has_memory = is_checked(tensor) and with_memory(tensor) is tensor
-    return has_memory and tensor.layout is torch.strided
+    """Returns whether a floating-point tensor's values can have a shadow: strided, in memory."""
+    return with_memory(tensor) is tensor and tensor.layout is torch.strided
 
 
 def own_values(tensor: Tensor) -> Tensor:
-    """Returns a tensor's own values in the dtype of shadows; of other tensors, themselves.
-
-    Does not copy values in fp32 and fp64.
-    """
-    tensor = with_memory(tensor)
-    if not can_shadow(tensor):
-        return tensor
-    values = tensor.detach()
+    """Returns a tensor's own values, in fp32 instead of 16 bits; does not copy others."""
+    values = with_memory(tensor).detach()
     if dtypes.is_low_precision(tensor):
         values = values.float()
     return values
@@ -252,8 +242,6 @@ class ShadowCall:
 
     def _is_state(self, value: Tensor, shadow: Shadow | None) -> bool:
         """Returns whether a value may be a state, such as an average, and not an activation."""
-        if self.base not in rules.LINEAR:  # a running mean
-            return True
         if value.requires_grad and torch.is_grad_enabled():
             return False
         if shadow is None or shadow.origin is None:  # exact
@@ -304,9 +292,7 @@ class ShadowCall:
         if self.base == "native_dropout":
             values, dropped = in_fp32.args[:2]
             mask = result[1]  # the run's decision
-            kept = 1.0 - dropped
-            if not kept:  # the mask is 0 everywhere
-                kept = 1.0
+            kept = (1.0 - dropped) or 1.0  # if not, the mask is 0 everywhere
             wide: Any = (values * mask / kept, mask)
         else:
             wide = in_fp32.run()
@@ -470,5 +456,4 @@ class Results:
                 # Terms that nearly cancel leave a larger error than they brought.
                 if may_cancel and distance.relative > explained:
                     entry = distance.relative
-            shadow = shadows.added(pair.low)
-            shadow.write(pair, unit=call.unit, entry=entry, origin=origin)
+            shadows.added(pair.low).write(pair, unit=call.unit, entry=entry, origin=origin)

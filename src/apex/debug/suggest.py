@@ -231,6 +231,8 @@ class _Trials:
         required: Modules that have to be in fp32 for the model to run at O5.
     """
 
+    trace: RoundingTrace
+
     def __init__(self, model: nn.Module, arguments: Any, loss_fn: Any) -> None:
         """Runs the model twice in fp32.
 
@@ -241,7 +243,6 @@ class _Trials:
         self._arguments = arguments
         self._loss_fn = loss_fn
         self._policy = to_policy(level_defaults("O5"))
-        self.trace = RoundingTrace(model)
         self.required: list[str] = []
         self._reference = self._gradients(copy.deepcopy(model))
         noise = self._error(self._gradients(copy.deepcopy(model)))
@@ -258,11 +259,10 @@ class _Trials:
         """Returns the gradients' error with the modules ``fp32`` and ``required`` in fp32."""
         while True:
             model = copy.deepcopy(self._model)
-            names = {module: name for name, module in model.named_modules()}
             try:
                 return self._run(model, [*fp32, *self.required], trace=trace)
             except RuntimeError as error:  # such as a product of bf16 and fp32 raises
-                name = _failed_module(error, names)
+                name = _failed_module(error, model)
                 if not name or name in self.required:
                     raise
                 self.required.append(name)
@@ -276,8 +276,7 @@ class _Trials:
             prepare(session, [model], [], plan, ExitStack())
             if trace:
                 self.trace = RoundingTrace(model)
-            context = self.trace if trace else nullcontext()
-            with context:
+            with self.trace if trace else nullcontext():
                 gradients = self._gradients(model)
             return self._error(gradients)
         finally:
@@ -307,12 +306,12 @@ class _Trials:
                 continue
             distance = float((gradients[name] - exact).norm())
             squares.append((distance / size) ** 2)
-        mean = sum(squares) / max(1, len(squares))
-        return math.sqrt(mean)
+        return math.sqrt(sum(squares) / max(1, len(squares)))
 
 
-def _failed_module(error: BaseException, names: dict[nn.Module, str]) -> str:
-    """Returns the innermost named module whose code raised an error; ``""`` if there is none."""
+def _failed_module(error: BaseException, model: nn.Module) -> str:
+    """Returns the innermost module of a model whose code raised an error; ``""`` without one."""
+    names = {module: name for name, module in model.named_modules()}
     while error.__cause__ is not None:  # amp adds a remedy
         error = error.__cause__
     innermost = ""

@@ -27,7 +27,12 @@ from apex._engine.conversion.state import state_of
 from apex._torch import dtensor, ranks
 from apex._torch.autograd import backward_id
 from apex._torch.copies import capturing, is_wrapped
-from apex._torch.dispatch_modes import receives, records_operators, written_arguments
+from apex._torch.dispatch_modes import (
+    receives,
+    records_operators,
+    suspend_modes,
+    written_arguments,
+)
 from apex._torch.sparse import stored_values, with_memory
 from apex.debug.common import eager
 from apex.debug.place import Tracker
@@ -285,9 +290,10 @@ class Trace:
 
     def __exit__(self, *exc_info: object) -> None:
         """Stops tracing, removes all hooks and releases the models."""
+        with suspend_modes(self.mode):  # such as a trace that ends later
+            self._hooks.close()
         self.mode = None
         self._stepping = None
-        self._hooks.close()
 
     @property
     def _nothing(self) -> str:

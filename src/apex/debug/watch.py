@@ -6,8 +6,8 @@ import logging
 import math
 import threading
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -47,20 +47,14 @@ def _prepared_state(caller: str, optimizer: Any) -> PreparedOptimizer:
 def _listen(prepared: PreparedOptimizer, tool: Any) -> Callable[[], None]:
     """Calls ``tool._end_of_pass`` after each pass of the optimizer; returns a function to stop.
 
-    The function does not keep the optimizer alive.
+    The function does not keep the optimizer alive, and may be called again.
     """
-    reference = weakref.ref(prepared)
 
     def listener(ended: BackwardPass, prepared: PreparedOptimizer) -> None:
         tool._end_of_pass(ended, prepared)
 
-    def stop() -> None:
-        optimizer = reference()
-        if optimizer is not None and listener in optimizer.listeners:
-            optimizer.listeners.remove(listener)
-
     prepared.listeners.append(listener)
-    return stop
+    return weakref.finalize(prepared, prepared.listeners.remove, listener)
 
 
 # -- History ---------------------------------------------------------------------------------------
@@ -135,7 +129,6 @@ class History:
         self._seen = 0
         stop_listening = _listen(prepared, weakref.proxy(self))
         self._stop = weakref.finalize(self, stop_listening)
-        self._stop.atexit = False
 
     def __enter__(self) -> History:
         return self
@@ -162,7 +155,7 @@ class History:
     def __str__(self) -> str:
         """Returns one line per loss."""
         lines = []
-        for loss_id, passes in _by_loss(self.passes).items():
+        for loss_id, passes in _by_loss(self.passes):
             count = counted(len(passes), "backward pass", "es")
             skipped = sum(item.overflow for item in passes)
             scales = [item.loss_scale for item in passes]
@@ -207,7 +200,7 @@ class History:
             ) from error
         figure = Figure(layout="constrained")
         upper, lower = cast(Any, figure.subplots(2, 1, sharex=True))
-        for loss_id, passes in _by_loss(self.passes).items():
+        for loss_id, passes in _by_loss(self.passes):
             name = f"loss {loss_id}"
             indices = [item.index for item in passes]
             loss_scales = [item.loss_scale for item in passes]
@@ -248,12 +241,10 @@ class History:
             self._seen += 1
 
 
-def _by_loss(passes: list[Pass]) -> dict[int, list[Pass]]:
-    """Returns the passes of each loss, in order of the losses."""
-    by_loss: dict[int, list[Pass]] = defaultdict(list)
-    for item in passes:
-        by_loss[item.loss_id].append(item)
-    return dict(sorted(by_loss.items()))
+def _by_loss(passes: list[Pass]) -> Iterator[tuple[int, list[Pass]]]:
+    """Yields each loss with its passes, in order of the losses."""
+    for loss_id in sorted({item.loss_id for item in passes}):
+        yield loss_id, [item for item in passes if item.loss_id == loss_id]
 
 
 def _norm(params: Iterable[Tensor]) -> Tensor:
@@ -324,10 +315,8 @@ class AutoTrace:
     def __init__(self, prepared: PreparedOptimizer, after_skips: int) -> None:
         self.trace: OverflowTrace | None = None
         self._after_skips = after_skips
-        # The loss of the running trace; None without one.
-        self._traced_loss: int | None = None
-        # The thread that started it.
-        self._thread = 0
+        # The loss and the thread of the running trace; None without one.
+        self._traced: tuple[int, int] | None = None
         self._stop_listening = _listen(prepared, self)
 
     def disarm(self) -> None:
@@ -336,34 +325,30 @@ class AutoTrace:
         self._stop()
 
     def _end_of_pass(self, ended: BackwardPass, _: PreparedOptimizer) -> None:
-        loss_id = ended.scaler.loss_id
-        if self._traced_loss is None:
+        traced = ended.scaler.loss_id, threading.get_ident()
+        if self._traced is None:
             for update in ended.updates:
                 skips = update.skipped_in_row
                 if skips and skips % self._after_skips == 0:
-                    self._start(ended.session, loss_id)
+                    self._start(ended.session)
+                    self._traced = traced
                     return
-        elif loss_id == self._traced_loss and threading.get_ident() == self._thread:
+        elif self._traced == traced:
             self._stop()
             self._report()
 
-    def _start(self, session: Session, loss_id: int) -> None:
-        trace = OverflowTrace(*session.models)
+    def _start(self, session: Session) -> None:
+        self.trace = OverflowTrace(*session.models)
         with suspend_modes():
-            trace.__enter__()
-        self.trace = trace
-        self._traced_loss = loss_id
-        self._thread = threading.get_ident()
+            self.trace.__enter__()
 
     def _stop(self) -> None:
-        trace = self.trace
-        if trace is None or self._traced_loss is None:  # no trace is running
+        if self.trace is None or self._traced is None:  # no trace is running
             return
-        if threading.get_ident() != self._thread:  # modes are per thread
-            return
-        self._traced_loss = None
-        with suspend_modes(trace.mode):
-            trace.__exit__(None, None, None)
+        _, thread = self._traced
+        if thread == threading.get_ident():  # modes are per thread
+            self._traced = None
+            self.trace.__exit__(None, None, None)
 
     def _report(self) -> None:
         first = self.trace.first if self.trace is not None else None

@@ -39,7 +39,6 @@ def BN_convert_float(module: Module) -> Module:  # noqa: N802 - apex's name
 
     Statistics and weights that are already rounded to fp16 keep their rounded values.
     """
-    arguments.module("BN_convert_float", module)
     for part in module.modules():
         if _keeps_fp32(part):
             part.float()
@@ -56,15 +55,7 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the floating-point parameters, gradients and buffers of a module, not its children.
-
-    Raises:
-        TypeError: If ``module`` is not a module, or ``dtype`` is not a floating-point dtype.
-    """
-    arguments.module("convert_module", module)
-    value: object = dtype
-    if not isinstance(value, torch.dtype) or not value.is_floating_point:
-        raise TypeError(f"dtype is {dtype!r}; it must be a floating dtype, such as torch.float16.")
+    """Casts the floating-point parameters, gradients and buffers of a module, not its children."""
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if dtypes.is_castable(tensor):
             tensor.data = tensor.data.to(dtype)
@@ -73,12 +64,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: Module, dtype: torch.dtype) -> Module:
-    """Casts a network in place, except batch norm with a weight and a bias; returns it.
-
-    Raises:
-        TypeError: If ``network`` is not a module, or ``dtype`` is not a floating-point dtype.
-    """
-    arguments.module("convert_network", network)
+    """Casts a network in place, except batch norm with a weight and a bias; returns it."""
     for module in network.modules():
         if not _keeps_fp32(module):
             convert_module(module, dtype)
@@ -113,7 +99,6 @@ def prep_param_lists(
         flat_master: Whether to create one flat master of all parameters, with a gradient. The
             parameters may have several dtypes, but must be on one device.
     """
-    arguments.module("prep_param_lists", model)
     params = [param for param in model.parameters() if param.requires_grad]
     values = [param.detach() for param in params]
     if not arguments.flag("flat_master", flat_master):

@@ -126,9 +126,7 @@ class DynamicLossScaler(LossScaler):
     def growth_tracker(self) -> int:
         """Steps without overflow since the scale last changed."""
         steps = self.cur_iter - self.last_overflow_iter - 1
-        if self.dynamic:
-            return steps % self.rule().growth_interval
-        return steps
+        return steps % self.rule().growth_interval
 
     def update_scale(self, overflow: bool) -> None:
         """Updates the scale after one backward pass."""

@@ -114,9 +114,7 @@ class MasterWrapper:
         """
         _check_optimizer(init_optimizer)
         dynamic = arguments.flag("dynamic_loss_scale", dynamic_loss_scale)
-        options = dict(self._scale_options)
-        if dynamic and dynamic_loss_args:
-            options = {**options, **dynamic_loss_args}
+        options = {**self._scale_options, **(dynamic_loss_args or {})}
         unknown = sorted(options.keys() - self._scale_options.keys())
         if unknown:
             names = ", ".join(self._scale_options)
@@ -129,7 +127,7 @@ class MasterWrapper:
         self.optimizer = init_optimizer
         self.overflow = False
         self.verbose = verbose
-        # The scale of the model's present gradients; None before the first backward pass.
+        # The scale of gradients to which more passes may add; None before `update_master_grads`.
         self._scale: float | None = None
         # Whether a backward pass has added to the gradients since they were unscaled.
         self._pending = False
@@ -201,11 +199,9 @@ class MasterWrapper:
 
         All passes that accumulate use the scale of the first.
         """
-        arguments.loss("FP16_Optimizer.backward", loss)
         scale = self._scale or self.loss_scale
         if self._scale is not None and not self._pending:
             unscale_(values_of(self.all_fp32_from_fp32_params), scale)
-        self._scale = scale
         self._pending = True
         scaled_loss = scaled(loss.float(), scale, dynamic=self.loss_scaler.dynamic)
         torch.autograd.backward(scaled_loss, retain_graph=retain_graph)
@@ -238,10 +234,7 @@ class MasterWrapper:
                 "FP16_Optimizer.step of 2019 takes no closure. Use apex.fp16_utils.FP16_Optimizer."
             )
         self.update_master_grads()
-        result = self._step_masters()
-        for param in self.all_fp32_from_fp16_params:
-            param.grad = None
-        return result
+        return self._step_masters()
 
     def _step_masters(self, *closure: Any) -> Any:
         result = None
@@ -331,7 +324,7 @@ def _shapes(values: Any) -> Any:
 
 def _check_optimizer(optimizer: Any) -> None:
     groups = getattr(optimizer, "param_groups", None)
-    if not isinstance(groups, list) or isinstance(optimizer, MasterWrapper):
+    if not isinstance(groups, list):
         raise TypeError(
             f"FP16_Optimizer got {type(optimizer).__name__}; it wraps an optimizer, such as "
             "torch.optim.SGD(model.parameters(), lr=0.1)."

@@ -9,8 +9,8 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 from apex import _unavailable
 from apex._core import arguments
@@ -41,18 +41,26 @@ def apply_weight_norm(module: M, name: str = "", dim: int | None = 0, hook_child
     Raises:
         AttributeError: If the submodule does not exist.
         TypeError: If ``module`` is not a module.
-        ValueError: If the parameter does not exist, is already parametrized, or does not have
-            ``dim``.
+        ValueError: If there is no such parameter, as when it is already parametrized, or if it
+            does not have ``dim``.
     """
     arguments.module("apply_weight_norm", module)
     names = [name]
     if not name:
         names = [path for path, _ in module.named_parameters() if "parametrizations." not in path]
     # Validates every weight before the first one changes.
-    norms = [(path, _new_norm(module, path, dim)) for path in names]
-    for path, norm in norms:
-        if norm is not None:
-            _normalize(*_owner(module, path), norm)
+    dims = [(path, _checked_dim(module, path, dim)) for path in names]
+    for path, own_dim in dims:
+        if own_dim is not None:
+            owner, own_name = _owner(module, path)
+            parametrizations.weight_norm(owner, own_name, own_dim)
+            parts = owner.parametrizations[own_name]
+            # The hook by which torch loads state dicts with apex's names.
+            parts.apex_hook = next(reversed(owner._load_state_dict_pre_hooks))
+            # torch has given this module a separate class, so these affect no other module.
+            original = f"parametrizations.{own_name}.original"
+            setattr(type(owner), f"{own_name}_g", property(attrgetter(f"{original}0")))
+            setattr(type(owner), f"{own_name}_v", property(attrgetter(f"{original}1")))
     return module
 
 
@@ -72,115 +80,66 @@ def remove_weight_norm(module: M, name: str = "", remove_all: bool = False) -> M
     """
     arguments.module("remove_weight_norm", module)
     if name and not remove_all:
-        owner, own_name = _owner(module, name)
-        if own_name not in _norms_of(owner):
-            raise ValueError(f"{name!r} has no weight norm in {module}.")
-        _remove(owner, own_name)
+        _remove(*_owner(module, name))
         return module
     for owner in [module] if remove_all else module.modules():
-        for own_name in _norms_of(owner):
+        for own_name in _normalized(owner):
             _remove(owner, own_name)
     return module
 
 
-class _WeightNorm(nn.Module):
-    """``w = g * v / |v|`` for a magnitude ``g`` and a direction ``v``.
-
-    Args:
-        name: The weight's name in its module.
-        dim: Dimension whose entries each have a norm; -1 for one norm of the whole weight, as in
-            torch's function.
-
-    Attributes:
-        parts: apex's names of the weight's parts, with their paths in torch.
-        loading: Handle of the hook that loads state dicts with apex's names.
-    """
-
-    loading: Any
-
-    def __init__(self, name: str, dim: int) -> None:
-        super().__init__()
-        self.dim = dim
-        path = f"parametrizations.{name}.original"
-        self.parts = {f"{name}_g": f"{path}0", f"{name}_v": f"{path}1"}
-
-    def forward(self, magnitude: Tensor, direction: Tensor) -> Tensor:
-        """Returns the weight."""
-        return torch._weight_norm(direction, magnitude, self.dim)
-
-    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns magnitude and direction of a weight."""
-        return torch.norm_except_dim(weight, 2, self.dim), weight
-
-    def rename(self, _: nn.Module, state_dict: dict[str, Any], prefix: str, *__: object) -> None:
-        """Renames a state dict's keys such as ``weight_g`` to torch's."""
-        for part, path in self.parts.items():
-            if prefix + part in state_dict:
-                state_dict[prefix + path] = state_dict.pop(prefix + part)
-
-
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _owner(module: nn.Module, name: str) -> tuple[Any, str]:
     """Returns the submodule of a qualified parameter name, and the name in this submodule."""
     path, _, own_name = name.rpartition(".")
     return module.get_submodule(path), own_name
 
 
-def _new_norm(module: nn.Module, name: str, dim: int | None) -> _WeightNorm | None:
-    """Returns a rule for a parameter; None for a vector or an embedding. Changes nothing."""
+def _checked_dim(module: nn.Module, name: str, dim: int | None) -> int | None:
+    """Returns torch's number of the dimension whose entries of a weight each have a norm.
+
+    This is -1 for one norm of the whole weight. Returns None for a vector or an embedding.
+    """
     owner, own_name = _owner(module, name)
-    if parametrize.is_parametrized(owner, own_name):
-        raise ValueError(f"{name!r} is already parametrized. Remove that first.")
     params = dict(owner.named_parameters(recurse=False, remove_duplicate=False))
     if own_name not in params:
         raise ValueError(
-            f"{type(owner).__name__} has no parameter {own_name!r}; it has {list(params)}."
+            f"{type(owner).__name__} has no parameter {own_name!r}; it has {list(params)}. If it "
+            "is already parametrized, remove that first."
         )
-    dims = params[own_name].dim()
+    dims: int = params[own_name].dim()
     # Embeddings look up rows, often with sparse gradients.
     if dims < 2 or isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
         return None
     if dim is None:
-        return _WeightNorm(own_name, -1)
+        return -1
     if not -dims <= dim < dims:
         raise ValueError(
             f"{name!r} has {dims} dimensions, so dim={dim!r} is out of range. Pass one of {-dims} "
             f"to {dims - 1}, or None for one norm of the whole weight."
         )
-    return _WeightNorm(own_name, dim % dims)
+    return dim % dims
 
 
-def _normalize(owner: Any, name: str, norm: _WeightNorm) -> None:
-    parametrize.register_parametrization(owner, name, norm, unsafe=True)
-    # torch has given this module a separate class, so the properties affect no other module.
-    for part, path in norm.parts.items():
-        setattr(type(owner), part, property(attrgetter(path)))
-    norm.loading = owner.register_load_state_dict_pre_hook(norm.rename)
+def _normalized(owner: nn.Module) -> list[str]:
+    """Returns the names of a module's own weights that are normalized."""
+    parts_by_name: Any = getattr(owner, "parametrizations", {})
+    return [name for name, parts in parts_by_name.items() if hasattr(parts, "apex_hook")]
 
 
-def _norms_of(owner: nn.Module) -> dict[str, _WeightNorm]:
-    """Returns the rules of a module's own weights, by name."""
-    norms = {}
-    parametrizations: Any = getattr(owner, "parametrizations", {})
-    for name, rules in parametrizations.items():
-        for rule in rules:
-            if isinstance(rule, _WeightNorm):
-                norms[name] = rule
-    return norms
-
-
+@torch.enable_grad()  # without gradients, a weight would not seem trainable
 def _remove(owner: Any, name: str) -> None:
     """Turns a weight back into a parameter with its current value."""
-    if len(owner.parametrizations[name]) > 1:
+    if name not in _normalized(owner):
+        raise ValueError(f"{name!r} has no weight norm in {owner}.")
+    parts = owner.parametrizations[name]
+    if len(parts) > 1:
         raise ValueError(
             f"{name!r} of {type(owner).__name__} has parametrizations other than apex's. Remove "
             "them together with torch.nn.utils.parametrize.remove_parametrizations."
         )
-    norm = _norms_of(owner)[name]
-    norm.loading.remove()
-    for part in norm.parts:
-        delattr(type(owner), part)
-    value = getattr(owner, name)
+    # torch would leave it there, and a module with a local function cannot be pickled.
+    del owner._load_state_dict_pre_hooks[parts.apex_hook]
+    weight = getattr(owner, name)
     parametrize.remove_parametrizations(owner, name)
-    if not value.requires_grad:  # torch turns a frozen weight into a buffer
-        delattr(owner, name)
-        setattr(owner, name, nn.Parameter(value, requires_grad=False))
+    # torch makes a frozen weight a buffer.
+    setattr(owner, name, nn.Parameter(weight, weight.requires_grad))
