@@ -224,9 +224,10 @@ class stackedRNN(Stateful):
         """Returns ``[layers, batch, features]`` of each hidden state after one step."""
         layers: list[Any] = []
         for cell in self.rnns:
-            states = cell(input)
-            layers.append(states)
-            input = F.dropout(states[0], self.dropout, self.training)
+            if layers:
+                input = F.dropout(input, self.dropout, self.training)
+            layers.append(cell(input))
+            input = layers[-1][0]
         return [torch.stack(states) for states in zip(*layers, strict=True)]
 
 
