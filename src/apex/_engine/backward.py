@@ -161,11 +161,11 @@ class BackwardPass:
             wrapped = prepared.session
             if not prepared.steps:
                 wrapped.check_shards()
-            if not wrapped.wrappers:
+            if not (wrapped.ddp or wrapped.shards):
                 continue
             trained = prepared.trained_params()
             if wrapped.shares_grads(trained):
-                wrapped.share_masters(trained)
+                wrapped.ddp.share_masters(prepared.masters, trained)
             else:
                 self._unsent.append(prepared)
                 self._delay_unscale = True
@@ -174,14 +174,14 @@ class BackwardPass:
         """Scales what FSDP2 keeps of earlier passes until a later one sends it, for the block."""
         for session in Session.live:
             is_beside = session.thread is self.session.thread
-            if self.scaled and is_beside and session.shards in session.wrappers:
+            if self.scaled and is_beside and session.shards:
                 unsent = session.shards.unsent_scaled(self._scale)
                 self._contexts.enter_context(unsent)
 
     def _note_shared(self) -> None:
         """Records whether ranks have shared what wrappers found in the gradients."""
         for prepared in self.prepared_optimizers:
-            if prepared.session.under_ddp:
+            if prepared.session.ddp:
                 is_sent = prepared not in self._unsent
                 prepared.session.ddp.end_pass(prepared.trained_params(), is_sent=is_sent)
 
@@ -243,7 +243,7 @@ class BackwardPass:
         for lender in lenders:
             lender.begin_pass(self, in_place=lender in self._adding)
             self._lenders.append(lender)
-        self.stash.put_aside(unowned, self.session.reuses_grad)
+        self.stash.put_aside(unowned, self.session.ddp.reuses_grad)
         self._unowned = unowned
 
     def _is_left(self, prepared: PreparedOptimizer) -> bool:
@@ -252,7 +252,7 @@ class BackwardPass:
         All ranks agree on the latter, also one that has not used a parameter that others have.
         """
         session = prepared.session
-        if session.under_ddp:
+        if session.ddp:
             trained = prepared.trained_params()
             if session.ddp.holds_local(trained) and session.shares_grads(trained):
                 return True

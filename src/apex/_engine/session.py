@@ -34,7 +34,6 @@ from apex._engine.masters import (
 from apex._engine.observer import Observer
 from apex._engine.registry import Registry
 from apex._engine.scaler import scaler_for
-from apex._engine.wrappers import Wrapper
 from apex._engine.wrappers.ddp import DDPWrappers
 from apex._engine.wrappers.fsdp import Shards
 from apex._torch.autograd import at_end_of_pass, autocast_depth, backward_id, is_transformed
@@ -129,13 +128,9 @@ class Session:
         # Pairs with a hook that prepares their gradient alone.
         self._hooked = weakref.WeakKeyDictionary[MasterPair, object]()
         self._models = weakref.WeakSet[nn.Module]()
-        # What may share gradients among ranks; ``wrappers`` has what the models are really in, so
-        # that a pass on one rank asks nobody.
+        # What shares gradients among ranks.
         self.ddp = DDPWrappers()
         self.shards = Shards()
-        self.wrappers: list[Wrapper] = []
-        # Whether it is in DistributedDataParallel, which adds 16-bit gradients to such alone.
-        self.under_ddp = False
         # Another thread may be about to step what a pass in this one could reach.
         self.thread = this_thread()
         # Whether its casts are on in that thread, outside of forward passes.
@@ -154,8 +149,7 @@ class Session:
         """Adds converted models."""
         self._models.update(models)
         for model in models:
-            if self.shards.add(model) and self.shards not in self.wrappers:
-                self.wrappers.append(self.shards)
+            self.shards.add(model)
 
     def add_member(self, member: Member) -> None:
         """Adds the state of an optimizer."""
@@ -163,9 +157,6 @@ class Session:
 
     def mark_forward(self, wrapper: DistributedDataParallel, *, traced: bool) -> None:
         """Records that a model's forward pass begins under DistributedDataParallel."""
-        if not self.under_ddp:
-            self.wrappers.append(self.ddp)
-            self.under_ddp = True
         self.ddp.mark_forward(wrapper, traced=traced, drifts=self.drifts)
 
     # -- gradients ---------------------------------------------------------------------------
@@ -185,12 +176,12 @@ class Session:
         """
         if is_transformed():
             return
-        is_sent = self.under_ddp and self.shares_grads(params)
+        is_sent = bool(self.ddp) and self.shares_grads(params)
         if is_sent:
             narrow_grads(pairs)
         else:
             widen_nonzero_grads(pairs)
-        if self.under_ddp and backward_id() != -1:
+        if self.ddp and backward_id() != -1:
             if is_sent:
                 keep_narrow(pairs)
             at_end_of_pass(partial(self.ddp.end_pass, params, is_sent=is_sent))
@@ -266,16 +257,7 @@ class Session:
 
     def shares_grads(self, params: Sequence[Tensor]) -> bool:
         """Returns whether ranks share the gradients of a pass that begins now, or need not."""
-        return all(wrapper.sends(params) for wrapper in self.wrappers)
-
-    def share_masters(self, params: Sequence[Tensor]) -> None:
-        """Makes masters equal on all ranks before the first pass that sends gradients."""
-        for wrapper in self.wrappers:
-            wrapper.share_masters(self.masters, params)
-
-    def reuses_grad(self, param: Tensor) -> bool:
-        """Returns whether the next pass writes a parameter's gradient to the same memory."""
-        return any(wrapper.reuses_grad(param) for wrapper in self.wrappers)
+        return self.shards.reduce() and self.ddp.sends(params)
 
 
 class _PassReaches:

@@ -122,7 +122,7 @@ class ModelState:
     def await_backward(self, output: Any) -> None:
         """Prepares the gradients, when a backward pass reaches the output, for what it adds."""
         session = self.session
-        is_prepared = session.masters or (session.under_ddp and session.has_scale)
+        is_prepared = session.masters or (session.ddp and session.has_scale)
         if not is_prepared or tree.before_backward(output, _PassBegins(self)):
             return
         if torch.is_grad_enabled():  # the script may find the loss elsewhere

@@ -233,12 +233,12 @@ class PreparedOptimizer:
         """
         session = self.session
         params: Sequence[nn.Parameter] = [pair.model for pair in self.pairs]
-        if in_place or not (scaled or session.under_ddp):
+        if in_place or not (scaled or session.ddp):
             session.prepare_grads(self.pairs, params)
             return
         if scaled:
             params = self.trained_params()
-        self.stash.put_aside(params, session.reuses_grad)
+        self.stash.put_aside(params, session.ddp.reuses_grad)
 
     def give_back(self) -> bool:
         """Adds the gradients that were put aside; returns whether there are some."""
@@ -574,13 +574,13 @@ def reachable(
         begun = prepared.unfinished_pass
         is_free = begun is None or not (begun.scaled or begun.is_open)
         is_beside = prepared not in own and prepared.is_used_here
-        if is_free and is_beside and prepared.session.shards.sends(trained):
+        if is_free and is_beside and prepared.session.shards.reduce():
             lenders.append(prepared)
     unowned: dict[int, nn.Parameter] = {}
     for other in Session.live:
         is_beside = other is session or other.thread is session.thread
         # FSDP2 gathers parameters for a pass, and reduces their gradients itself.
-        if not is_beside or other.shards in other.wrappers:
+        if not is_beside or other.shards:
             continue
         for model in other.models:
             for param in params_in(model):

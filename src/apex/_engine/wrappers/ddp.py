@@ -52,6 +52,10 @@ class DDPWrappers:
         # In the order of their first forward passes, so that all ranks communicate alike.
         self._states = weakref.WeakKeyDictionary[DistributedDataParallel, _WrapperState]()
 
+    def __bool__(self) -> bool:
+        """Returns whether there are some."""
+        return bool(self._states)
+
     def allow_wrapped_first(self) -> None:
         """Accepts wrappers that were made before the parameters were cast, on all ranks alike."""
         self._may_wrap_first = True
@@ -125,11 +129,10 @@ class DDPWrappers:
 
     def _of(self, params: Sequence[Tensor]) -> list[tuple[DistributedDataParallel, _WrapperState]]:
         """Returns the wrappers that send a gradient of these parameters."""
-        ids = {*map(id, params)}
         return [
             (wrapper, state)
             for wrapper, state in self._states.items()
-            if not state.sent.isdisjoint(ids)
+            if not state.sent.isdisjoint(map(id, params))
         ]
 
     def end_pass(self, params: Sequence[Tensor], *, is_sent: bool) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from apex._engine.masters import MasterTable
 from apex._torch import fsdp
 
 
@@ -19,13 +18,15 @@ class Shards:
         """Starts without groups."""
         self._groups: list[weakref.ref[object]] = []
 
-    def add(self, model: nn.Module) -> bool:
-        """Adds the groups of a model; returns whether it has some."""
-        groups = [*map(weakref.ref, fsdp.param_groups(model))]
-        self._groups += groups
-        return bool(groups)
+    def __bool__(self) -> bool:
+        """Returns whether there are some."""
+        return bool(self._groups)
 
-    def sends(self, params: Sequence[Tensor]) -> bool:
+    def add(self, model: nn.Module) -> None:
+        """Adds the groups of a model."""
+        self._groups += map(weakref.ref, fsdp.param_groups(model))
+
+    def reduce(self) -> bool:
         """Returns whether ranks reduce the gradients of a pass that begins now."""
         return not fsdp.defers_reduction(group() for group in self._groups)
 
@@ -38,13 +39,6 @@ class Shards:
             yield
         finally:
             fsdp.multiply_unsent(groups, 1.0 / scale, sends=False)
-
-    def share_masters(self, masters: MasterTable, params: Sequence[Tensor]) -> None:
-        """Does nothing: sharded parameters are fp32, and have no masters."""
-
-    def reuses_grad(self, param: Tensor) -> bool:
-        """Returns False: each reduction makes a new gradient."""
-        return False
 
     def check(self, models: Iterable[nn.Module], *, drifts: bool) -> None:
         """Raises RuntimeError if a model was sharded after it was prepared with an optimizer.
