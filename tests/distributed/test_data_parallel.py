@@ -213,6 +213,36 @@ def test_a_loss_that_all_ranks_drop_changes_nothing(on_two_ranks, level, wrapper
     assert found == [[[7.0] * 2, [3.5] * 2]] * 2
 
 
+def train_after_gradients_of(rank, level, what):
+    """Two blocks an update, each after a pass that adds to no gradient."""
+    parallel, optimizer = cases.wrapped(level, rank)
+    for step in range(4):
+        x, y = cases.rank_batch(rank, step)
+        x.requires_grad_()
+        loss = loops.loss_of(parallel, x, y) / 2
+        inputs = [x] if what == "inputs" else [*parallel.parameters()]
+        torch.autograd.grad(loss, inputs, retain_graph=True)
+        loops.scaled_backward(loss, optimizer)
+        if step % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return cases.state(parallel, optimizer)
+
+
+@pytest.mark.parametrize("what", ["inputs", "parameters"])
+def test_a_pass_that_adds_to_no_gradient_sends_none(on_two_ranks, level, what):
+    """``torch.autograd.grad``, as for an adversarial attack or a balance of losses."""
+    first = cases.alike(on_two_ranks(train_after_gradients_of, level, what))
+    model, optimizer = cases.prepare(level, seed=0)
+    for step in range(4):
+        for rank in range(2):
+            cases.backward(model, optimizer, *cases.rank_batch(rank, step), 1 / 4)
+        if step % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    cases.assert_trained_alike(first, optimizer, level)
+
+
 def drop_a_poisoned_part(rank, level):
     parallel, optimizer = cases.wrapped(level, rank)
     x, y = cases.rank_batch(rank, 0)

@@ -36,7 +36,13 @@ from apex._engine.registry import Registry
 from apex._engine.scaler import scaler_for
 from apex._engine.wrappers.ddp import DDPWrappers
 from apex._engine.wrappers.fsdp import Shards
-from apex._torch.autograd import at_end_of_pass, autocast_depth, backward_id, is_transformed
+from apex._torch.autograd import (
+    adds_to_any,
+    at_end_of_pass,
+    autocast_depth,
+    backward_id,
+    is_transformed,
+)
 from apex._torch.dynamo import is_compiling, untraced
 
 STATE = "_apex_state"
@@ -181,7 +187,7 @@ class Session:
             narrow_grads(pairs)
         else:
             widen_nonzero_grads(pairs)
-        if self.ddp and backward_id() != -1:
+        if self.ddp and backward_id() != -1 and adds_to_any(params):
             if is_sent:
                 keep_narrow(pairs)
             at_end_of_pass(partial(self.ddp.end_pass, params, is_sent=is_sent))

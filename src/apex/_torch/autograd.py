@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
@@ -101,6 +101,22 @@ def leaves_of(output: Tensor) -> list[Tensor]:
         if type(node).__name__ == "AccumulateGrad":
             leaves.append(node.variable)
     return leaves
+
+
+def adds_to_any(params: Iterable[Tensor]) -> bool:
+    """Returns whether the backward pass that runs the calling code adds to a parameter's gradient.
+
+    ``torch.autograd.grad`` does not.
+    """
+    for param in params:
+        if param.requires_grad:
+            node = torch.autograd.graph.get_gradient_edge(param).node
+            try:
+                if torch._C._will_engine_execute_node(node):
+                    return True
+            except RuntimeError:  # as torch answers in torch.autograd.grad for the parameter
+                return False
+    return False
 
 
 def at_end_of_pass(fn: Callable[[], object]) -> None:
