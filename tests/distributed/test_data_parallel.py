@@ -243,6 +243,44 @@ def test_a_pass_that_adds_to_no_gradient_sends_none(on_two_ranks, level, what):
     cases.assert_trained_alike(first, optimizer, level)
 
 
+class Checkpointed(torch.nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        self.body = loops.net(seed)
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.body, x.requires_grad_(), use_reentrant=True)
+
+
+def accumulate_with_checkpoints(rank, level):
+    """A plain pass, a block under ``no_sync``, and a block that sends, for each update."""
+    model, optimizer = cases.initialized(level, Checkpointed(rank), loss_scale=1.0)
+    parallel = cases.WRAPPERS["torch"](model)
+    for step in range(6):
+        with parallel.no_sync() if step % 3 == 1 else contextlib.nullcontext():
+            loss = loops.loss_of(parallel, *cases.rank_batch(rank, step)) / 3
+            if step % 3 == 0:
+                loss.backward()
+            else:
+                loops.scaled_backward(loss, optimizer)
+        if step % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return cases.state(parallel, optimizer)
+
+
+def test_passes_with_checkpoints_inside_are_sent_as_others(on_two_ranks):
+    first = cases.alike(on_two_ranks(accumulate_with_checkpoints, "O5"))
+    model, optimizer = cases.initialized("O5", Checkpointed(0), loss_scale=1.0)
+    for step in range(6):
+        for rank in range(2):
+            (loops.loss_of(model, *cases.rank_batch(rank, step)) / 6).backward()
+        if step % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    cases.assert_trained_alike(first, optimizer, "O5", eps=8)
+
+
 def drop_a_poisoned_part(rank, level):
     parallel, optimizer = cases.wrapped(level, rank)
     x, y = cases.rank_batch(rank, 0)

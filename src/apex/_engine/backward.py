@@ -251,11 +251,9 @@ class BackwardPass:
 
         All ranks agree on the latter, also one that has not used a parameter that others have.
         """
-        session = prepared.session
-        if session.ddp:
-            trained = prepared.trained_params()
-            if session.ddp.holds_local(trained) and session.shares_grads(trained):
-                return True
+        ddp = prepared.session.ddp
+        if ddp and ddp.sends_earlier(prepared.trained_params()):
+            return True
         return prepared in self._earlier and prepared.has_grads()
 
     @untraced

@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from apex._torch.copies import capturing
 from apex._torch.dynamo import untraced
 
+_engine: Any = torch.autograd.Variable._execution_engine
+
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the id of the backward pass that runs the calling code, -1 outside of one."""
 
@@ -104,10 +106,12 @@ def leaves_of(output: Tensor) -> list[Tensor]:
 
 
 def adds_to_any(params: Iterable[Tensor]) -> bool:
-    """Returns whether the backward pass that runs the calling code adds to a parameter's gradient.
+    """Returns whether the backward pass that runs the calling code may add to these gradients.
 
     ``torch.autograd.grad`` does not.
     """
+    if _engine.is_checkpoint_valid():  # a pass for all leaves, also those in checkpoints
+        return True
     for param in params:
         if param.requires_grad:
             node = torch.autograd.graph.get_gradient_edge(param).node
@@ -124,8 +128,7 @@ def at_end_of_pass(fn: Callable[[], object]) -> None:
 
     After what others have left for its end, such as DistributedDataParallel's averages.
     """
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(functools.partial(engine.queue_callback, fn))
+    _engine.queue_callback(functools.partial(_engine.queue_callback, fn))
 
 
 def leave_function_mode(mode: TorchFunctionMode) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from apex._core import tree
+from apex._torch.autograd import adds_to_any
 from apex._torch.dynamo import is_compiling
 from apex.parallel.gradient_reduction import GradientReduction, reduce_gradients
 
@@ -49,7 +50,7 @@ class DelayedReduction:
 
     def queue(self, _: object) -> None:
         """Queues the reduction for the end of the pass; the hook of parameters and outputs."""
-        if self._on and not self._queued:
+        if self._on and not self._queued and adds_to_any(self.params):
             self._queued = True
             Variable._execution_engine.queue_callback(self._finish)
 

@@ -149,9 +149,9 @@ class DDPWrappers:
             if not ddp.is_unfinished(wrapper):
                 state.sends = None
 
-    def holds_local(self, params: Sequence[Tensor]) -> bool:
-        """Returns whether ranks may hold gradients of parameters that have yet to be sent."""
-        return any(state.is_local for _, state in self._of(params))
+    def sends_earlier(self, params: Sequence[Tensor]) -> bool:
+        """Returns whether this pass sends what ranks may hold of earlier ones."""
+        return any(state.is_local and state.sends for _, state in self._of(params))
 
     def share_masters(self, masters: MasterTable, params: Sequence[Tensor]) -> None:
         """Broadcasts masters, once for each wrapper of the parameters.
