@@ -135,6 +135,19 @@ def test_the_copy_of_a_part_is_plain(way):
         assert loops.same(dict(model.inner.state_dict()), dict(copied.state_dict()))
 
 
+@loops.every(level=["O1", "O2"])
+def test_a_copy_of_a_gradient_is_a_plain_tensor_that_trains(level, way):
+    model, optimizer = loops.trained(level)
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.zero_grad(set_to_none=False)
+    *_, bias = model.parameters()
+    copied = way(bias.grad)
+    bias.grad = copied.add_(0.125)
+    loops.scaled_backward(loops.small_loss(model) * 0.0, optimizer)
+    assert bias.grad.tolist() == [0.125, 0.125]
+    loops.saved_and_loaded(bias.grad, weights_only=True)
+
+
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
 def test_a_copy_is_gone_with_its_last_reference(duplicate):
     model = amp.initialize(NestedNet(), opt_level="O5", verbosity=0)

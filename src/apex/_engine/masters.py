@@ -57,13 +57,20 @@ from apex._torch.parameters import (
 )
 
 _ZERO = "_apex_zero"
-"""Attribute of a gradient: its version when it was last known to be zero."""
+"""Attribute of a gradient: a mark of its version when it was last known to be zero."""
 
 
 _register_hook: Callable[..., RemovableHandle] = nn.Parameter.register_hook
 _register_final_hook: Callable[..., RemovableHandle] = (
     nn.Parameter.register_post_accumulate_grad_hook
 )
+
+
+class Mark(tuple[Any, ...]):
+    """Facts of a gradient at one of its versions. Copies and files have an empty set instead."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return set, ()
 
 
 class Master(nn.Parameter):
@@ -489,12 +496,12 @@ def mark_zeros(pairs: Iterable[MasterPair]) -> None:
             _replace_grad(pair.model, grad, torch.zeros_like(pair.model))
             grad = pair.model.grad
         if grad is not None:
-            vars(grad)[_ZERO] = grad._version
+            vars(grad)[_ZERO] = Mark([grad._version])
 
 
 def is_zero(grad: Tensor) -> bool:
     """Returns whether a gradient is known to be zero."""
-    return vars(grad).get(_ZERO) == grad._version
+    return vars(grad).get(_ZERO) == (grad._version,)
 
 
 def remove_grads(params: Iterable[nn.Parameter]) -> None:
@@ -509,8 +516,8 @@ def remove_new_grads(params: Iterable[nn.Parameter]) -> None:
     with without_overrides():
         for param in params:
             grad = param.grad
-            if grad is not None and _ZERO in vars(grad):
-                vars(grad)[_ZERO] = grad.zero_()._version
+            if grad is not None and vars(grad).get(_ZERO):
+                vars(grad)[_ZERO] = Mark([grad.zero_()._version])
             else:
                 param.grad = None
 

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._engine.backward import BLOCK, BackwardPass
-from apex._engine.masters import is_zero
+from apex._engine.masters import Mark, is_zero
 from apex._torch.autograd import at_end_of_pass, backward_id, leaves_of
 from apex._torch.dynamo import untraced
 
@@ -289,7 +289,7 @@ def _mark(params: Iterable[Tensor], origin: Origin) -> None:
     for param in params:
         grad = param.grad
         if grad is not None:
-            vars(grad)[_MARK] = origin, grad._version
+            vars(grad)[_MARK] = Mark([origin, grad._version])
 
 
 @untraced
@@ -300,7 +300,7 @@ def origins_of(params: Iterable[Tensor]) -> set[Origin]:
         grad = param.grad
         if grad is not None:
             unmarked = Origin.PLAIN, grad._version
-            origin, version = vars(grad).get(_MARK, unmarked)
+            origin, version = vars(grad).get(_MARK) or unmarked
             origins.add(origin if version == grad._version else Origin.CHANGED)
     return origins
 
