@@ -182,8 +182,6 @@ def match_states(optimizers: Sequence[Optimizer], before: Iterable[torch.dtype])
 
 
 def _cast_state(state: dict[str, Any], param: Tensor, old: torch.dtype, new: torch.dtype) -> None:
-    if old is new:
-        return
     # A state with codes also contains their scales, in fp32 for parameters of any dtype.
     if any(map(dtypes.is_code, tree.tensors(state))):
         return

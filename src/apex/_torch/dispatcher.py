@@ -42,21 +42,13 @@ def is_under_autocast(tensor: torch.Tensor) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)  # raises for meta tensors
 
 
-_AUTOGRAD_KEYS = [
-    torch._C.DispatchKey.AutogradFunctionality,  # autograd on every device
-    torch._C.DispatchKey.AutogradNestedTensor,
-    torch._C.DispatchKey.AutogradOther,  # sparse tensors
-]
-
-
 def is_above_autograd(keyset: Any, tensor: torch.Tensor) -> bool:
     """Returns whether a kernel with ``keyset`` was called from outside torch's own kernels.
 
     In inference mode there is no autograd, so every call counts.
     """
-    if any(map(keyset.has, _AUTOGRAD_KEYS)):
-        return True
-    return torch.is_inference_mode_enabled() or tensor.is_inference()
+    has_autograd: bool = keyset.has(torch._C.DispatchKey.AutogradFunctionality)  # of any device
+    return has_autograd or torch.is_inference_mode_enabled() or tensor.is_inference()
 
 
 def keys_below_autocast(device: str) -> Any:
