@@ -65,7 +65,7 @@ def overload(op: str) -> Any:
 
 
 def overloads_of(name: str) -> tuple[str, ...]:
-    """Returns the overloads of an aten operator that take a tensor, without ``out=`` variants."""
+    """Returns the overloads of an aten operator, without ``out=`` variants."""
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
         return ()
@@ -74,16 +74,9 @@ def overloads_of(name: str) -> tuple[str, ...]:
         op = name if overload_name == "default" else f"{name}.{overload_name}"
         if not has_operator(f"aten::{op}"):
             continue
-        arguments = overload(op)._schema.arguments
-        takes_tensor = any("Tensor" in str(argument.type) for argument in arguments)
-        if takes_tensor and not any(argument.is_out for argument in arguments):
+        if not any(argument.is_out for argument in overload(op)._schema.arguments):
             ops.append(op)
     return tuple(ops)
-
-
-def is_builtin(name: str) -> bool:
-    """Returns whether ``torch.nn.functional.name`` calls the operator of its name."""
-    return hasattr(torch, name) or hasattr(torch._C._nn, name)
 
 
 # Its end would remove the kernels.
