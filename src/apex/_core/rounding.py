@@ -38,7 +38,7 @@ def exact_value(param: Tensor, candidates: Iterable[Tensor | None]) -> Tensor:
 
 def _stored_at(param: Tensor, known: Tensor) -> Tensor | None:
     """Returns the stored values of a sparse tensor if they are those of the same elements."""
-    if not known.is_sparse or known._indices().shape != param._indices().shape:
+    if known._indices().shape != param._indices().shape:
         return None
     is_same = (known._indices().to(param.device) == param._indices()).all()
     return torch.where(is_same, known.detach()._values().to(param.device), torch.nan)

@@ -68,7 +68,7 @@ def _unscale_and_check_(grads: list[Tensor], inverse_scale: Tensor, found_inf: T
 
     The product is part of the graph that gradients of a pass with ``create_graph=True`` have.
     """
-    if torch.is_grad_enabled() and any(map(has_graph, grads)):  # which the kernel does not record
+    if any(map(has_graph, grads)):  # which the kernel does not record
         values = [grad.detach() for grad in grads]
         _unscale_and_check_(values, torch.ones_like(inverse_scale), found_inf)
         torch._foreach_mul_(grads, inverse_scale)
