@@ -67,6 +67,14 @@ def test_a_name_removed_before_initialize_is_not_cast(lists):
     assert dtype_of(lambda x: nn.functional.log_softmax(x, -1), 3) is torch.float32
 
 
+def test_a_method_removed_before_initialize_works_in_place(lists):
+    lists.tensor_overrides.FP32_FUNCS.remove("__ipow__")
+    _keep = prepared("O4")
+    x = low = torch.ones(2, dtype=torch.bfloat16)
+    x **= 2
+    assert x is low
+
+
 def test_a_list_may_be_replaced_as_a_whole(lists):
     lists.torch_overrides.FP32_FUNCS = ["exp"]
     _keep = prepared("O4")

@@ -145,10 +145,13 @@ OF_FUNCTIONAL = {
     "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
     "softsign": F.softsign,
     "gumbel_softmax": F.gumbel_softmax,
+    "unfold": lambda x: F.unfold(x[None, None], 1),
 }
 OF_TENSOR = {
     "tanh": lambda x: x.tanh(),
     "__add__": lambda x: x + x,
+    "__truediv__": lambda x: x / x,
+    "unfold": lambda x: x.unfold(0, 2, 1),
     "split": lambda x: x.split(1)[0],
 }
 MODULES = {

@@ -22,6 +22,10 @@ class Options:
         self.by_id = {id(param): 0.5 for param in params}
 
 
+class Holder(nn.Module):
+    """A module of the optimizer's own package."""
+
+
 class Tables(torch.optim.SGD):
     """Reads its options from tables that it made before ``amp.initialize``."""
 
@@ -32,15 +36,18 @@ class Tables(torch.optim.SGD):
         self.order = (params[1], [params[0]])
         self.queue = deque(params)
         self.options = Options(params)
-        holder = nn.Module()
-        holder.weight = params[0]
-        self.named = [(holder, "weight", {})]
+        self.part = torch.optim.SGD(params, lr=0.1)
+        self.holder = Holder()
+        self.holder.weight = params[0]
+        self.named = [(self.holder, "weight", {})]
+        self.unnamed = (self.holder, params[0])
 
     def step(self, closure=None):
         for param in self.queue:
             param.grad *= self.options.by_id[id(param)] * (id(param) not in self.excluded)
-        assert self.order[1][0] is self.queue[0]
-        assert getattr(*self.named[0][:2]) is self.queue[0]
+        assert self.order[1][0] is self.part.param_groups[0]["params"][0] is self.queue[0]
+        assert getattr(*self.named[0][:2]) is self.unnamed[1] is self.queue[0]
+        assert self.unnamed[0] is self.holder
         self.state["steps"] = self.state.get("steps", 0) + 1
         return super().step(closure)
 
@@ -53,8 +60,9 @@ def test_tables_by_parameters_and_their_ids_are_carried_over_and_back(level):
     loops.train_step(model, optimizer, *loops.batch())
     pairs = zip(before, loops.masters(optimizer), strict=True)
     assert [torch.equal(*pair) for pair in pairs] == [True, False, False, False]
-    amp.restore(model, optimizer)
     params = [*model.parameters()]
+    assert optimizer.holder.weight is params[0]
+    amp.restore(model, optimizer)
     assert optimizer.excluded == {id(params[0])}
     assert [*optimizer.options.by_id] == [*map(id, params)]
     assert all(map(lambda a, b: a is b, optimizer.queue, params))

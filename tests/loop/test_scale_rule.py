@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,9 +17,10 @@ def fp32(value):
     return float(torch.tensor(value, dtype=torch.float32))
 
 
-def test_the_scale_never_grows_to_inf():
+@pytest.mark.parametrize("scale", [2.0**127, FLOAT32_MAX])
+def test_a_scale_that_would_grow_to_inf_stays(scale):
     rule = ScaleRule(growth_interval=1)
-    assert next_scale(ScaleState(FLOAT32_MAX, 0), rule, overflow=False).scale == FLOAT32_MAX
+    assert next_scale(ScaleState(scale, 0), rule, overflow=False).scale == scale
 
 
 bounds = st.one_of(st.none(), st.floats(2.0**-20, 2.0**20, width=32), st.floats(1e-44, 1e300))

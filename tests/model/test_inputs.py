@@ -117,7 +117,17 @@ def test_tensors_in_containers_are_cast_in_a_container_of_the_same_type():
         assert model.seen[0][0] is given
 
 
-OTHERS = [None, 3, 2.5, "a", torch.arange(2), torch.ones(1, dtype=torch.complex64), nn.ReLU()]
+SCALE = torch.ones(1)
+
+
+@dataclass
+class Settings:
+    """The class itself is an input: its default is no part of one."""
+
+    scale: Any = SCALE
+
+
+OTHERS = [None, 3, "a", torch.arange(2), torch.ones(1, dtype=torch.complex64), nn.ReLU(), Settings]
 
 
 @pytest.mark.parametrize("value", OTHERS)
@@ -245,7 +255,8 @@ def test_at_levels_that_cast_no_weights_objects_stay(make, level):
 
 def test_an_object_whose_to_takes_no_dtype_or_casts_nothing_stays():
     model = converted(Echo())
-    for batch in (Graphs(IDS, torch.ones(2)), Named(IDS, torch.ones(2)), InPlace(IDS, IDS)):
+    low = torch.ones(2, dtype=LOW)
+    for batch in (Graphs(IDS, low.float()), Named(IDS, low), InPlace(IDS, IDS), Tokens(IDS, low)):
         before = batch.x
         model([batch])
         assert model.seen[0][0][0] is batch

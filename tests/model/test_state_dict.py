@@ -37,6 +37,12 @@ def test_entries_are_the_masters_exact_values():
     assert exact.count_nonzero() > 0
 
 
+def test_a_buffer_that_has_changed_its_shape_is_saved_as_it_is():
+    model = converted(BufferNet())
+    model.shift.data = torch.full((3,), 1 / 3, dtype=LOW)
+    assert torch.equal(model.state_dict()["shift"], model.shift.float())
+
+
 def test_one_destination_holds_the_values_of_each_call():
     model, _ = with_masters(Tied())
     states = {}

@@ -259,7 +259,7 @@ BAD_VALUES = [
     (ValueError, (None,), "positive, finite number"),
     (ValueError, ("dynamic", "x"), "loss_scale is 'x'; it must be a positive"),
     (ValueError, ("dynamic", 8.0, 0), "growth_factor is 0; it must be above 1"),
-    (TypeError, ("dynamic", 8.0, "2"), "growth_factor is '2'; it must be a number"),
+    (TypeError, ("dynamic", 8.0, None), "growth_factor is None; it must be a number"),
 ]
 
 

@@ -28,17 +28,13 @@ def operators(namespace: str, name: str) -> tuple[str, ...]:
     """
     if name in op_rows.OPERATORS:
         return tuple(op_rows.OPERATORS[name].split())
-    ops = dispatcher.overloads_of(_operator_of_method(name))
-    # Python 2's ``__div__``, which apex's lists have, is an operator only.
-    if not ops and not callable(getattr(_NAMESPACES[namespace], name, None)):
+    if not callable(getattr(_NAMESPACES[namespace], name, None)):
         raise ValueError(
             f"amp.lists cannot cast {namespace}.{name}: torch has no such function. Correct the "
             "name, or register a function of another module: amp.register_float_function(module, "
             "name)."
         )
-    if namespace == "torch.nn.functional" and not dispatcher.is_builtin(name):
-        return ()
-    return ops
+    return dispatcher.overloads_of(_operator_of_method(name))
 
 
 def _operator_of_method(name: str) -> str:

@@ -52,7 +52,7 @@ def exchange(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
     """Replaces the parameters with these ids, and the ids, wherever the optimizer holds them.
 
     Searches its attributes, containers and objects of its own package. Containers keep their
-    identity, and are filled anew if their keys are parameters: a master's hash follows its pair.
+    identity.
     """
     _Exchange(optimizer, new).in_attributes(optimizer)
 
@@ -108,7 +108,7 @@ class _Exchange:
         changed = [*map(self._of, items)]
         if isinstance(container, list):
             container[:] = changed
-        elif not _are_same(changed, items) or any(isinstance(key, Tensor) for key in container):
+        elif not _are_same(changed, items):
             container.clear()
             refill = container.extend if isinstance(container, deque) else container.update
             refill(changed)
@@ -182,8 +182,6 @@ def match_states(optimizers: Sequence[Optimizer], before: Iterable[torch.dtype])
 
 
 def _cast_state(state: dict[str, Any], param: Tensor, old: torch.dtype, new: torch.dtype) -> None:
-    if old is new:
-        return
     # A state with codes also contains their scales, in fp32 for parameters of any dtype.
     if any(map(dtypes.is_code, tree.tensors(state))):
         return

@@ -242,7 +242,7 @@ class MasterPair:
     def exact_value(self) -> Tensor:
         """Returns the fp32 value in memory of its own."""
         update_model_from_masters([self])
-        return rounding.exact_value(self.model, [self.master])
+        return rounding.exact_value(self.model, self.master)
 
     @property
     def is_stepped_elsewhere(self) -> bool:
@@ -616,7 +616,7 @@ class MasterTable:
         if known is not None:
             return known
         if exact is None:
-            exact = rounding.exact_value(param, [self.exact.get(param)])
+            exact = rounding.exact_value(param, self.exact.get(param))
         pair = MasterPair(param, cast(Master, make_master(exact, Master)))
         self.add([pair], user)
         return pair
@@ -652,7 +652,7 @@ class MasterTable:
             return pair.master
         if not dtypes.is_low_precision(tensor):
             return tensor
-        return rounding.exact_value(tensor, [self.exact_value(tensor)])
+        return rounding.exact_value(tensor, self.exact_value(tensor))
 
     def __len__(self) -> int:
         """Returns the number of pairs."""
@@ -668,7 +668,7 @@ class MasterTable:
         if pair is not None:
             copy.deepcopy(pair.master, memo)
         elif dtypes.is_low_precision(tensor):
-            known = [self.exact.get(tensor)]
+            known = self.exact.get(tensor)
             fp32_deepcopy(tensor, lambda: rounding.exact_value(tensor, known), memo)
 
     def stand_in(self, tensor: Tensor) -> Tensor:

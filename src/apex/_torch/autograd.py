@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -48,14 +48,10 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def unrecorded() -> AbstractContextManager[None]:
-    """Returns a block whose operators a trace of ``torch.jit.trace`` does not record."""
-    trace: Any = torch._C._get_tracing_state()
-    return nullcontext() if trace is None else _unrecorded(trace)
-
-
 @contextmanager
-def _unrecorded(trace: Any) -> Iterator[None]:
+def unrecorded() -> Iterator[None]:
+    """A block whose operators a trace of ``torch.jit.trace`` does not record."""
+    trace: Any = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
         yield

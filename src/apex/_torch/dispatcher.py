@@ -42,21 +42,13 @@ def is_under_autocast(tensor: torch.Tensor) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)  # raises for meta tensors
 
 
-_AUTOGRAD_KEYS = [
-    torch._C.DispatchKey.AutogradFunctionality,  # autograd on every device
-    torch._C.DispatchKey.AutogradNestedTensor,
-    torch._C.DispatchKey.AutogradOther,  # sparse tensors
-]
-
-
 def is_above_autograd(keyset: Any, tensor: torch.Tensor) -> bool:
     """Returns whether a kernel with ``keyset`` was called from outside torch's own kernels.
 
     In inference mode there is no autograd, so every call counts.
     """
-    if any(map(keyset.has, _AUTOGRAD_KEYS)):
-        return True
-    return torch.is_inference_mode_enabled() or tensor.is_inference()
+    has_autograd: bool = keyset.has(torch._C.DispatchKey.AutogradFunctionality)  # of any device
+    return has_autograd or torch.is_inference_mode_enabled() or tensor.is_inference()
 
 
 def keys_below_autocast(device: str) -> Any:
@@ -73,7 +65,7 @@ def overload(op: str) -> Any:
 
 
 def overloads_of(name: str) -> tuple[str, ...]:
-    """Returns the overloads of an aten operator that take a tensor, without ``out=`` variants."""
+    """Returns the overloads of an aten operator, without ``out=`` variants."""
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
         return ()
@@ -82,16 +74,9 @@ def overloads_of(name: str) -> tuple[str, ...]:
         op = name if overload_name == "default" else f"{name}.{overload_name}"
         if not has_operator(f"aten::{op}"):
             continue
-        arguments = overload(op)._schema.arguments
-        takes_tensor = any("Tensor" in str(argument.type) for argument in arguments)
-        if takes_tensor and not any(argument.is_out for argument in arguments):
+        if not any(argument.is_out for argument in overload(op)._schema.arguments):
             ops.append(op)
     return tuple(ops)
-
-
-def is_builtin(name: str) -> bool:
-    """Returns whether ``torch.nn.functional.name`` calls the operator of its name."""
-    return hasattr(torch, name) or hasattr(torch._C._nn, name)
 
 
 # Its end would remove the kernels.

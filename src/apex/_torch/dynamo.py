@@ -124,13 +124,9 @@ def is_compiling() -> bool:
 @untraced_frame
 def is_compiling_here() -> bool:
     """Returns whether this thread is compiling or running compiled code."""
-    if "torch._dynamo" not in sys.modules:
-        return False
     callback = _eval_frame.set_eval_frame(None)  # what dynamo calls for each frame of this thread
     _eval_frame.set_eval_frame(callback)
-    if callable(callback):
-        return True
-    return is_tracing() or torch._guards.CompileContext.try_get() is not None
+    return callable(callback) or is_tracing() or torch._guards.CompileContext.try_get() is not None
 
 
 @at_tracing  # the new exporter traces by dynamo where its first way fails

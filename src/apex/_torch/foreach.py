@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -67,7 +68,7 @@ def _unscale_and_check_(grads: list[Tensor], inverse_scale: Tensor, found_inf: T
 
     The product is part of the graph that gradients of a pass with ``create_graph=True`` have.
     """
-    if torch.is_grad_enabled() and any(map(has_graph, grads)):  # which the kernel does not record
+    if any(map(has_graph, grads)):  # which the kernel does not record
         values = [grad.detach() for grad in grads]
         _unscale_and_check_(values, torch.ones_like(inverse_scale), found_inf)
         torch._foreach_mul_(grads, inverse_scale)
@@ -94,14 +95,11 @@ def _by_dtype(
     if len(target_dtypes) == len(source_dtypes) == 1:
         kernel(list(targets), list(sources))
         return
-    by_dtypes: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+    by_dtypes: defaultdict[object, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for target, source in zip(targets, sources, strict=True):
-        dtypes = target.dtype, source.dtype
-        same_targets, same_sources = by_dtypes.setdefault(dtypes, ([], []))
-        same_targets.append(target)
-        same_sources.append(source)
-    for same_targets, same_sources in by_dtypes.values():
-        kernel(same_targets, same_sources)
+        by_dtypes[target.dtype, source.dtype].append((target, source))
+    for pairs in by_dtypes.values():
+        kernel(*zip(*pairs, strict=True))
 
 
 copy_ = functools.partial(_by_dtype, torch._foreach_copy_)

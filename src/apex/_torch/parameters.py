@@ -72,8 +72,7 @@ def set_in_place(tensor: Tensor, value: Tensor, undo: ExitStack) -> None:
 
 
 def _assign(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
-    if tensor.is_leaf:
-        tensor.grad = None  # torch rejects a gradient whose dtype differs from its tensor's
+    tensor.grad = None  # torch rejects a gradient whose dtype differs from its tensor's
     tensor.data = data
     if grad is not None and grad.shape == data.shape:  # a script may have resized the data
         tensor.grad = grad

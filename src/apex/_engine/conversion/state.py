@@ -222,7 +222,7 @@ class ModelState:
             # A tied weight is one tensor under all its names in these entries.
             exact = self._saved.get(id(tensor))
             if all(exact is not other for other in entries.values()):
-                exact = exact_value(entry, [self.session.masters.exact_value(tensor)])
+                exact = exact_value(entry, self.session.masters.exact_value(tensor))
                 self._saved[id(tensor)] = exact
             entries[prefix + key] = exact
         if is_converted(module):  # its parts come first
