@@ -140,7 +140,6 @@ OPERATORS: Mapping[str, str] = {
     "det": "linalg_det",
     "lu_solve": "linalg_lu_solve",
     "logdet": "linalg_slogdet",
-    "unfold": "unfold im2col",
     "slogdet": "linalg_slogdet",
     "__rpow__": "pow.Scalar pow.Tensor_Tensor",
 }

@@ -34,6 +34,8 @@ def operators(namespace: str, name: str) -> tuple[str, ...]:
             "name, or register a function of another module: amp.register_float_function(module, "
             "name)."
         )
+    if namespace == "torch.nn.functional" and not dispatcher.is_builtin(name):
+        return ()
     return dispatcher.overloads_of(_operator_of_method(name))
 
 

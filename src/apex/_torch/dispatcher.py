@@ -79,6 +79,11 @@ def overloads_of(name: str) -> tuple[str, ...]:
     return tuple(ops)
 
 
+def is_builtin(name: str) -> bool:
+    """Returns whether ``torch.nn.functional.name`` calls the operator of its name."""
+    return hasattr(torch, name) or hasattr(torch._C._nn, name)
+
+
 # Its end would remove the kernels.
 _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 

@@ -110,7 +110,7 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor]) -> None:
 
     Args:
         model: A converted model.
-        masters: Fp32 masters by ``id`` of their parameter, in addition to the session's.
+        masters: Fp32 masters by ``id`` of their parameter, in place of the session's.
     """
     state: ModelState = vars(model)[STATE]
     if state.plan.casts_down:
@@ -119,8 +119,7 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor]) -> None:
                 if not dtypes.is_low_precision(tensor):
                     continue
                 own = state.session.masters.exact_value(tensor)
-                known = (own, masters.get(id(tensor)))
-                value = exact_value(tensor, known)
+                value = exact_value(tensor, masters.get(id(tensor), own))
                 set_in_place(tensor, value, undo)
             undo.pop_all()  # nothing failed: the values stay
     undo_convert(model)
