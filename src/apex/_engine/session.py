@@ -263,7 +263,7 @@ class Session:
 
     def shares_grads(self, params: Sequence[Tensor]) -> bool:
         """Returns whether ranks share the gradients of a pass that begins now, or need not."""
-        return self.shards.reduce() and self.ddp.sends(params)
+        return self.shards.reduces() and self.ddp.sends(params)
 
 
 class _PassReaches:

@@ -574,7 +574,7 @@ def reachable(
         begun = prepared.unfinished_pass
         is_free = begun is None or not (begun.scaled or begun.is_open)
         is_beside = prepared not in own and prepared.is_used_here
-        if is_free and is_beside and prepared.session.shards.reduce():
+        if is_free and is_beside and prepared.session.shards.reduces():
             lenders.append(prepared)
     unowned: dict[int, nn.Parameter] = {}
     for other in Session.live:

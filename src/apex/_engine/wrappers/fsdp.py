@@ -26,7 +26,7 @@ class Shards:
         """Adds the groups of a model."""
         self._groups += map(weakref.ref, fsdp.param_groups(model))
 
-    def reduce(self) -> bool:
+    def reduces(self) -> bool:
         """Returns whether ranks reduce the gradients of a pass that begins now."""
         return not fsdp.defers_reduction(group() for group in self._groups)
 
