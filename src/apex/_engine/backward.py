@@ -161,7 +161,7 @@ class BackwardPass:
             wrapped = prepared.session
             if not prepared.steps:
                 wrapped.check_shards()
-            if not (wrapped.ddp or wrapped.shards):
+            if not (wrapped.ddp.wrappers or wrapped.shards.groups):
                 continue
             trained = prepared.trained_params()
             if wrapped.shares_grads(trained):
@@ -174,14 +174,14 @@ class BackwardPass:
         """Scales what FSDP2 keeps of earlier passes until a later one sends it, for the block."""
         for session in Session.live:
             is_beside = session.thread is self.session.thread
-            if self.scaled and is_beside and session.shards:
+            if self.scaled and is_beside and session.shards.groups:
                 unsent = session.shards.unsent_scaled(self._scale)
                 self._contexts.enter_context(unsent)
 
     def _note_shared(self) -> None:
         """Records whether ranks have shared what wrappers found in the gradients."""
         for prepared in self.prepared_optimizers:
-            if prepared.session.ddp:
+            if prepared.session.ddp.wrappers:
                 is_sent = prepared not in self._unsent
                 prepared.session.ddp.end_pass(prepared.trained_params(), is_sent=is_sent)
 
@@ -252,7 +252,7 @@ class BackwardPass:
         All ranks agree on the latter, also one that has not used a parameter that others have.
         """
         ddp = prepared.session.ddp
-        if ddp and ddp.sends_earlier(prepared.trained_params()):
+        if ddp.wrappers and ddp.sends_earlier(prepared.trained_params()):
             return True
         return prepared in self._earlier and prepared.has_grads()
 

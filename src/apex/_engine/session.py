@@ -182,12 +182,12 @@ class Session:
         """
         if is_transformed():
             return
-        is_sent = bool(self.ddp) and self.shares_grads(params)
+        is_sent = bool(self.ddp.wrappers) and self.shares_grads(params)
         if is_sent:
             narrow_grads(pairs)
         else:
             widen_nonzero_grads(pairs)
-        if self.ddp and backward_id() != -1 and adds_to_any(params):
+        if self.ddp.wrappers and backward_id() != -1 and adds_to_any(params):
             if is_sent:
                 keep_narrow(pairs)
             at_end_of_pass(partial(self.ddp.end_pass, params, is_sent=is_sent))

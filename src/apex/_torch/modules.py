@@ -19,15 +19,15 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return _stripped(model).named_parameters()
 
 
-def params_in(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yields every parameter, past methods of the model's own class; tied ones more than once.
+def params_in(model: nn.Module) -> list[nn.Parameter]:
+    """Returns every parameter, past methods of the model's own class; tied ones more than once.
 
-    As :func:`named_parameters`, in less than half of its time.
+    As :func:`named_parameters`, in less time.
     """
+    params: list[nn.Parameter | None] = []
     for module in _stripped(model).modules():
-        for param in module._parameters.values():
-            if param is not None:
-                yield param
+        params += module._parameters.values()
+    return [param for param in params if param is not None]
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -122,7 +122,7 @@ class ModelState:
     def await_backward(self, output: Any) -> None:
         """Prepares the gradients, when a backward pass reaches the output, for what it adds."""
         session = self.session
-        is_prepared = session.masters or (session.ddp and session.has_scale)
+        is_prepared = session.masters or (session.ddp.wrappers and session.has_scale)
         if not is_prepared or tree.before_backward(output, _PassBegins(self)):
             return
         if torch.is_grad_enabled():  # the script may find the loss elsewhere
@@ -133,7 +133,7 @@ class ModelState:
         model = self._model()
         if model is not None:
             pairs = self.session.masters.pairs_in(model)
-            params = [pair.model for pair in pairs] or [*params_in(model)]
+            params = [pair.model for pair in pairs] or params_in(model)
             self.session.prepare_grads(pairs, params)
 
     @at_tracing  # before torch 2.12, not for a function that gets a module

@@ -93,7 +93,7 @@ class Converted(nn.Module):
         own_method: Any = super().zero_grad
         own_method(*args, **kwargs)
         session = _own_state(self).session
-        params = [*params_in(self)]
+        params = params_in(self)
         if getattr(own_method, "__func__", None) is nn.Module.zero_grad:
             mark_zeros(filter(None, map(session.masters.pair_of, params)))
         else:

@@ -233,7 +233,7 @@ class PreparedOptimizer:
         """
         session = self.session
         params: Sequence[nn.Parameter] = [pair.model for pair in self.pairs]
-        if in_place or not (scaled or session.ddp):
+        if in_place or not (scaled or session.ddp.wrappers):
             session.prepare_grads(self.pairs, params)
             return
         if scaled:
@@ -580,7 +580,7 @@ def reachable(
     for other in Session.live:
         is_beside = other is session or other.thread is session.thread
         # FSDP2 gathers parameters for a pass, and reduces their gradients itself.
-        if not is_beside or other.shards:
+        if not is_beside or other.shards.groups:
             continue
         for model in other.models:
             for param in params_in(model):

@@ -43,18 +43,18 @@ class _WrapperState:
 
 
 class DDPWrappers:
-    """The DistributedDataParallel wrappers that a session's models run under."""
+    """The DistributedDataParallel wrappers that a session's models run under.
+
+    Attributes:
+        wrappers: Each wrapper with its state, in the order of their first forward passes, so that
+            all ranks communicate alike.
+    """
 
     def __init__(self) -> None:
         """Starts without wrappers."""
         # Whether a library wraps models before amp prepares them, on all ranks alike.
         self._may_wrap_first = False
-        # In the order of their first forward passes, so that all ranks communicate alike.
-        self._states = weakref.WeakKeyDictionary[DistributedDataParallel, _WrapperState]()
-
-    def __bool__(self) -> bool:
-        """Returns whether there are some."""
-        return bool(self._states)
+        self.wrappers = weakref.WeakKeyDictionary[DistributedDataParallel, _WrapperState]()
 
     def allow_wrapped_first(self) -> None:
         """Accepts wrappers that were made before the parameters were cast, on all ranks alike."""
@@ -72,7 +72,7 @@ class DDPWrappers:
             RuntimeError: If the wrapper was made before its parameters were cast, so that it would
                 train each rank on gradients of its own, or if ranks may run out of data.
         """
-        if wrapper not in self._states:
+        if wrapper not in self.wrappers:
             if self._may_wrap_first or ranks.world_size() == 1:
                 ddp.rebuild_reducer(wrapper)
             else:
@@ -80,7 +80,7 @@ class DDPWrappers:
             ignored = wrapper.parameters_to_ignore
             named = wrapper.module.named_parameters()
             sent = {id(param) for name, param in named if name not in ignored}
-            self._states[wrapper] = _WrapperState(sent)
+            self.wrappers[wrapper] = _WrapperState(sent)
         if drifts and ddp.is_joining(wrapper):
             # A join ends by broadcasting the last rank's rounded weights: masters would drift
             # apart, and ranks that finish early stop updating their loss scale.
@@ -89,14 +89,14 @@ class DDPWrappers:
                 "scales among ranks. Use opt_level='O4', or give all ranks as many batches: "
                 "DistributedSampler does."
             )
-        state = self._states[wrapper]
+        state = self.wrappers[wrapper]
         state.traced |= traced
         state.mark_forward(wrapper)
 
     def mark_compiled_forward(self) -> None:
         """Records that compiled code runs: of the active wrapper's model, or around wrappers."""
         active = ddp.active_wrapper()
-        for wrapper, state in self._states.items():
+        for wrapper, state in self.wrappers.items():
             if state.traced and (active is None or active is wrapper):
                 state.mark_forward(wrapper)
 
@@ -131,7 +131,7 @@ class DDPWrappers:
         """Returns the wrappers that send a gradient of these parameters."""
         return [
             (wrapper, state)
-            for wrapper, state in self._states.items()
+            for wrapper, state in self.wrappers.items()
             if not state.sent.isdisjoint(map(id, params))
         ]
 

@@ -12,28 +12,28 @@ from apex._torch import fsdp
 
 
 class Shards:
-    """The parameter groups of ``fully_shard`` in a session's models."""
+    """The parameter groups of ``fully_shard`` in a session's models.
+
+    Attributes:
+        groups: Weak references to them.
+    """
 
     def __init__(self) -> None:
         """Starts without groups."""
-        self._groups: list[weakref.ref[object]] = []
-
-    def __bool__(self) -> bool:
-        """Returns whether there are some."""
-        return bool(self._groups)
+        self.groups: list[weakref.ref[object]] = []
 
     def add(self, model: nn.Module) -> None:
         """Adds the groups of a model."""
-        self._groups += map(weakref.ref, fsdp.param_groups(model))
+        self.groups += map(weakref.ref, fsdp.param_groups(model))
 
     def reduces(self) -> bool:
         """Returns whether ranks reduce the gradients of a pass that begins now."""
-        return not fsdp.defers_reduction(group() for group in self._groups)
+        return not fsdp.defers_reduction(group() for group in self.groups)
 
     @contextmanager
     def unsent_scaled(self, scale: Tensor | float) -> Iterator[None]:
         """Multiplies what ranks have yet to share by a scale, until the block ends."""
-        groups = [group() for group in self._groups]
+        groups = [group() for group in self.groups]
         fsdp.multiply_unsent(groups, scale, sends=True)
         try:
             yield
@@ -47,7 +47,7 @@ class Shards:
             models: The models.
             drifts: Whether there is state that ranks with flat parameters (FSDP1) do not share.
         """
-        known = [group() for group in self._groups]
+        known = [group() for group in self.groups]
         for model in models:
             if drifts and fsdp.is_flattened(model):
                 raise RuntimeError(
