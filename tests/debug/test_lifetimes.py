@@ -90,6 +90,9 @@ def test_traces_that_end_in_another_order_trace_to_their_ends(tool):
     assert "no operator ran" in str(first)
     assert "no operator ran" not in str(second)
     assert _get_current_dispatch_mode_stack() == []
+    calls = []
+    torch.compile(model, backend=lambda graph, _: calls.append(1) or graph)(x)
+    assert calls  # compiled code is compiled again
 
 
 def facts(model):

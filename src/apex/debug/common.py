@@ -178,7 +178,7 @@ def preserve_state(model: nn.Module, arguments: object) -> Iterator[None]:
         for tensor in (*tree.tensors(arguments), *model.buffers()):
             values = tensor.detach().clone()
             stack.callback(_restore_values, tensor, values)
-        stack.enter_context(eager())
+        stack.enter_context(eager)
         yield
 
 
@@ -215,14 +215,30 @@ def _restore_random_numbers(stack: ExitStack, model: nn.Module) -> None:
     stack.enter_context(torch.random.fork_rng(devices=sorted(indices), device_type=kind))
 
 
-def eager() -> Any:
-    """Returns a context that runs compiled parts eagerly.
+class _Eager:
+    """Runs compiled parts eagerly while one of its blocks is open; they may end in any order.
 
     Without dynamo, which is slow to import, there are no compiled parts.
     """
-    if "torch._dynamo" in sys.modules:
-        return torch.compiler.set_stance("force_eager")
-    return nullcontext()
+
+    def __init__(self) -> None:
+        self._open = 0
+        self._stance: Any = nullcontext()
+
+    def __enter__(self) -> None:
+        if not self._open and "torch._dynamo" in sys.modules:
+            self._stance = torch.compiler.set_stance("force_eager")
+            self._stance.__enter__()
+        self._open += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._open -= 1
+        if not self._open:
+            self._stance.__exit__(*error)
+            self._stance = nullcontext()
+
+
+eager = _Eager()
 
 
 # -- formats ---------------------------------------------------------------------------------------

@@ -283,7 +283,7 @@ class Trace:
             hooks.enter_context(self._tracker.tracking())
             hooks.callback(register_optimizer_step_pre_hook(self._enter_step).remove)
             hooks.callback(register_optimizer_step_post_hook(self._leave_step).remove)
-            hooks.enter_context(eager())
+            hooks.enter_context(eager)
             self.mode = hooks.enter_context(Mode(self))
             self._hooks = hooks.pop_all()
         return self
