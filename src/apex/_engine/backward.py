@@ -231,9 +231,11 @@ class BackwardPass:
         for group in (own, lenders):
             if any(map(self._is_left, group)):
                 self._adding += group
-        unscaled = [
-            p for p in self._adding if p not in self._earlier or not self._earlier[p].scaled
-        ]
+        unscaled: list[PreparedOptimizer] = []
+        for prepared in self._adding:
+            before = self._earlier.get(prepared)
+            if before is None or not before.scaled:
+                unscaled.append(prepared)
         if unscaled and self.scaled:
             values = dtensor.values_of(grads_of(unscaled))
             unchecked = torch.zeros_like(self.scaler.found_inf)
@@ -402,7 +404,7 @@ class BackwardPass:
         if self._state is not _State.OPEN:  # a step inside the block has finished the pass
             return
         if any(map(_is_unfinished, self.prepared_optimizers)):
-            # The next pass over the forward pass ends with averages of what the wrapper has taken.
+            # The wrapper holds scaled gradients, which it averages with those of the next block.
             self._state = _State.DELAYED
             return
         try:

@@ -221,9 +221,8 @@ class _Eager:
     Without dynamo, which is slow to import, there are no compiled parts.
     """
 
-    def __init__(self) -> None:
-        self._open = 0
-        self._stance: Any = nullcontext()
+    _open = 0
+    _stance: Any = nullcontext()
 
     def __enter__(self) -> None:
         if not self._open and "torch._dynamo" in sys.modules:
@@ -235,7 +234,6 @@ class _Eager:
         self._open -= 1
         if not self._open:
             self._stance.__exit__(*error)
-            self._stance = nullcontext()
 
 
 eager = _Eager()

@@ -4,9 +4,9 @@ Note [Verdict on speed]
     The levels' steps alternate, so that each round contains one step of every level. A level's
     speed is the median over rounds of fp32's time divided by its own, with the interval of
     :mod:`.timing`. A level is faster if the median is at least ``LEAST_GAIN`` and the interval is
-    above 1. Otherwise, it is not faster if the interval ends below ``MOST_MISSED``, and it is
-    unclear if not. Contention costs a fixed time per parallel region,
-    which no pairing cancels. Therefore a busy machine gets no verdict on speed.
+    above 1. Otherwise, it is not faster if the interval ends below ``MOST_MISSED``, and unclear if
+    it ends above. Contention costs a fixed time per parallel region, which no pairing cancels.
+    Therefore a busy machine gets no verdict on speed.
 """
 
 from __future__ import annotations
