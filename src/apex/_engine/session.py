@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol, cast
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from apex._core.op_table import AutocastSpec
 from apex._core.policy import Policy
@@ -128,9 +129,9 @@ class Session:
         self.keep_fp32 = keep_fp32
         # All masters of the models' parameters.
         self.masters = MasterTable()
-        # States of optimizers, which may be plain again, in the same order on all ranks: they
+        # The prepared optimizers with their states, in the same order on all ranks: they
         # communicate for each in turn.
-        self.members = weakref.WeakKeyDictionary[Member, None]()
+        self.members = weakref.WeakKeyDictionary[Optimizer, Member]()
         # Pairs with a hook that prepares their gradient alone.
         self._hooked = weakref.WeakKeyDictionary[MasterPair, object]()
         self._models = weakref.WeakSet[nn.Module]()
@@ -157,9 +158,13 @@ class Session:
         for model in models:
             self.shards.add(model)
 
-    def add_member(self, member: Member) -> None:
-        """Adds the state of an optimizer."""
-        self.members[member] = None
+    def add_member(self, optimizer: Optimizer, member: Member) -> None:
+        """Adds a prepared optimizer."""
+        self.members[optimizer] = member
+
+    def remove_member(self, optimizer: Optimizer) -> None:
+        """Removes an optimizer that becomes plain."""
+        del self.members[optimizer]
 
     def mark_forward(self, wrapper: DistributedDataParallel, *, traced: bool) -> None:
         """Records that a model's forward pass begins under DistributedDataParallel."""
@@ -170,7 +175,7 @@ class Session:
     @untraced  # dynamo of torch 2.10 cannot trace the weak table
     def forget_cleared(self, cleared: Sequence[Tensor]) -> None:
         """Forgets what unfinished passes hold for parameters whose gradients were cleared."""
-        for member in [*self.members]:
+        for member in [*self.members.values()]:
             member.forget_cleared(cleared)
 
     def prepare_grads(self, pairs: Sequence[MasterPair], params: Sequence[Tensor]) -> None:

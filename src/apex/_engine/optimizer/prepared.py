@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
-from apex._core.param_groups import PREPARED, exchange, is_trained, move_state, params_of
+from apex._core.param_groups import exchange, is_trained, move_state, params_of
 from apex._engine import masters
 from apex._engine.autocast import ambient
 from apex._engine.masters import MasterPair
@@ -102,7 +102,7 @@ class PreparedOptimizer:
         # Gradients of a block that a CUDA graph has captured without the step: each replay writes
         # them anew. None without such a graph.
         self._captured: Sequence[tuple[Tensor, Tensor]] | None = None
-        session.add_member(self)
+        session.add_member(optimizer, self)
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -113,12 +113,6 @@ class PreparedOptimizer:
         if optimizer is None:
             raise RuntimeError("The optimizer of this amp state has been deleted.")
         return optimizer
-
-    @property
-    def is_live(self) -> bool:
-        """Whether the optimizer exists and is prepared: a pass, or a traceback, may outlive it."""
-        optimizer = self._optimizer()
-        return optimizer is not None and vars(optimizer).get(PREPARED) is self
 
     def params(self) -> list[nn.Parameter]:
         """Returns every parameter that the optimizer steps, masters included; none once deleted."""
@@ -166,6 +160,7 @@ class PreparedOptimizer:
         exchange(self.optimizer, {id(pair.master): pair.model for pair in self.pairs})
         self.pairs.clear()
         self.until_plain.close()
+        self.session.remove_member(self.optimizer)
 
     # -- passes ------------------------------------------------------------------------------
 
@@ -530,7 +525,7 @@ class PreparedOptimizer:
 
 def optimizers_of(session: Session) -> list[PreparedOptimizer]:
     """Returns the states of a session's live optimizers."""
-    return [m for m in session.members if isinstance(m, PreparedOptimizer) and m.is_live]
+    return cast(list[PreparedOptimizer], [*session.members.values()])
 
 
 def live_optimizers() -> list[PreparedOptimizer]:
