@@ -199,6 +199,33 @@ def test_losses_of_one_forward_pass_need_one_check_and_one_scale(on_two_ranks, l
         assert "Pass the same loss_id, or add up the losses in one block" in message
 
 
+def fail_in_the_second_block(rank, level):
+    """How far the step after it moves the masters of the first loss."""
+    model, optimizer = cases.initialized(level, TwoHeads(seed=rank))
+    parallel = DistributedDataParallel(model)
+    before = loops.masters(optimizer)
+    losses = [output.float().sum() for output in parallel(cases.rank_batch(0, 0)[0])]
+    loops.scaled_backward(losses[0], optimizer, delay_unscale=True)
+    with pytest.raises(RuntimeError, match="while the gradients are still scaled"):
+        amp.clip_grad_norm_(optimizer, 1.0)
+    with pytest.warns(match="An exception ended"), pytest.raises(ZeroDivisionError):
+        with amp.scale_loss(losses[1], optimizer):
+            raise ZeroDivisionError
+    optimizer.step()
+    return [old - new for old, new in zip(before, loops.masters(optimizer), strict=True)]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_wait_for_a_second_loss_are_unscaled_once(on_two_ranks, level):
+    found, _ = on_two_ranks(fail_in_the_second_block, level)
+    model, optimizer = cases.initialized(level, TwoHeads(seed=0))
+    before = loops.masters(optimizer)
+    loops.scaled_backward(model(cases.rank_batch(0, 0)[0])[0].float().sum(), optimizer)
+    optimizer.step()
+    moved = [old - new for old, new in zip(before, loops.masters(optimizer), strict=True)]
+    torch.testing.assert_close(found, moved)
+
+
 # -- around a part of the model --------------------------------------------------------------
 
 

@@ -240,6 +240,8 @@ class BackwardPass:
             values = dtensor.values_of(grads_of(unscaled))
             unchecked = torch.zeros_like(self.scaler.found_inf)
             self.scaler.unscale_(values, 1.0 / self._scale, unchecked)
+        for earlier in self._earlier.values():
+            earlier._leave_unscaled()  # this pass unscales what it may have left scaled
         for prepared in own:
             prepared.begin_pass(self, in_place=prepared in self._adding)
         for lender in lenders:
@@ -413,6 +415,10 @@ class BackwardPass:
             self._abort()
             raise
         self._state = _State.DELAYED
+        self._leave_unscaled()
+
+    def _leave_unscaled(self) -> None:
+        """Records that what is left of its gradients is unscaled, or another's to unscale."""
         self._scale = 1.0
         self.scaled = False
 
