@@ -208,9 +208,9 @@ def fail_in_the_second_block(rank, level):
     loops.scaled_backward(losses[0], optimizer, delay_unscale=True)
     with pytest.raises(RuntimeError, match="while the gradients are still scaled"):
         amp.clip_grad_norm_(optimizer, 1.0)
-    with pytest.warns(match="An exception ended"), pytest.raises(ZeroDivisionError):
-        with amp.scale_loss(losses[1], optimizer):
-            raise ZeroDivisionError
+    failed = amp.scale_loss(losses[1], optimizer)
+    with pytest.warns(match="An exception ended"), pytest.raises(ZeroDivisionError), failed:
+        raise ZeroDivisionError
     optimizer.step()
     return [old - new for old, new in zip(before, loops.masters(optimizer), strict=True)]
 

@@ -231,6 +231,17 @@ class BackwardPass:
         for group in (own, lenders):
             if any(map(self._is_left, group)):
                 self._adding += group
+        self._scale_left()
+        for prepared in own:
+            prepared.begin_pass(self, in_place=prepared in self._adding)
+        for lender in lenders:
+            lender.begin_pass(self, in_place=lender in self._adding)
+            self._lenders.append(lender)
+        self.stash.put_aside(unowned, self.session.ddp.reuses_grad)
+        self._unowned = unowned
+
+    def _scale_left(self) -> None:
+        """Scales the gradients that it adds to in place, if an earlier pass has unscaled them."""
         unscaled: list[PreparedOptimizer] = []
         for prepared in self._adding:
             before = self._earlier.get(prepared)
@@ -242,13 +253,6 @@ class BackwardPass:
             self.scaler.unscale_(values, 1.0 / self._scale, unchecked)
         for earlier in self._earlier.values():
             earlier._leave_unscaled()  # this pass unscales what it may have left scaled
-        for prepared in own:
-            prepared.begin_pass(self, in_place=prepared in self._adding)
-        for lender in lenders:
-            lender.begin_pass(self, in_place=lender in self._adding)
-            self._lenders.append(lender)
-        self.stash.put_aside(unowned, self.session.ddp.reuses_grad)
-        self._unowned = unowned
 
     def _is_left(self, prepared: PreparedOptimizer) -> bool:
         """Returns whether gradients are unchecked and not cleared, or unsent and sent by this pass.
