@@ -237,7 +237,7 @@ class BackwardPass:
         for lender in lenders:
             lender.begin_pass(self, in_place=lender in self._adding)
             self._lenders.append(lender)
-        self.stash.put_aside(unowned, self.session.ddp.reuses_grad)
+        self.stash.put_aside(unowned, self.session.ddp.reused(unowned))
         self._unowned = unowned
 
     def _scale_left(self) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
-import torch
 from torch import Tensor, nn
 
 from apex._engine.masters import MasterPair, add_grads, is_zero, widen_grads
-from apex._torch import dtensor
 from apex._torch.parameters import without_overrides
 
 
@@ -24,21 +22,20 @@ class Stash:
         """Returns whether a gradient of the parameter is put aside."""
         return id(param) in self._grads
 
-    def put_aside(
-        self, params: Iterable[nn.Parameter], is_reused: Callable[[Tensor], bool]
-    ) -> None:
+    def put_aside(self, params: Iterable[nn.Parameter], reused: Collection[int]) -> None:
         """Takes the parameters' gradients, but for those that are zero.
 
         Args:
             params: The parameters.
-            is_reused: Tells whether a wrapper writes the gradients of the next pass of a parameter
-                to the memory of this one.
+            reused: Ids of the parameters for which a wrapper writes the gradients of all passes to
+                the same memory.
         """
         taken: dict[int, tuple[nn.Parameter, Tensor, Tensor]] = {}
         for param in params:
             grad = param.grad
             if grad is not None and not is_zero(grad):
-                taken[id(param)] = param, grad, _own_memory(grad, is_reused(param))
+                values = grad.clone() if id(param) in reused else grad
+                taken[id(param)] = param, grad, values
         for param, _, _ in taken.values():  # memory did not run out
             param.grad = None
         self._grads.update(taken)
@@ -84,11 +81,3 @@ class Stash:
                     grad.copy_(values)
                     param.grad = grad
         return True
-
-
-def _own_memory(grad: Tensor, is_reused: bool) -> Tensor:
-    """Returns a gradient, or a copy if it is a view of a bucket that the next pass reuses."""
-    if grad.layout is not torch.strided or dtensor.is_dtensor(grad):
-        return grad
-    is_view = grad.untyped_storage().nbytes() != grad.nbytes
-    return grad.clone() if is_view or is_reused else grad

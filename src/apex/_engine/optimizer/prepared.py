@@ -233,7 +233,8 @@ class PreparedOptimizer:
             return
         if scaled:
             params = self.trained_params()
-        self.stash.put_aside(params, session.ddp.reuses_grad)
+        session.ddp.check_finished(params)
+        self.stash.put_aside(params, session.ddp.reused(params))
 
     def give_back(self) -> bool:
         """Adds the gradients that were put aside; returns whether there are some."""

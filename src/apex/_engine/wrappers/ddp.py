@@ -100,15 +100,17 @@ class DDPWrappers:
             if state.traced and (active is None or active is wrapper):
                 state.mark_forward(wrapper)
 
-    def reuses_grad(self, param: Tensor) -> bool:
-        """Returns whether a parameter's gradient is a view of a wrapper's buffer, which it reuses.
+    def reused(self, params: Sequence[Tensor]) -> set[int]:
+        """Returns ids of the parameters whose gradients are views of buffers of their wrappers."""
+        reused: set[int] = set()
+        for wrapper, state in self._of(params):
+            if wrapper.gradient_as_bucket_view:
+                reused |= state.sent
+        return reused
 
-        The gradient's storage does not show this: a buffer of one parameter has the same size.
-
-        Raises:
-            RuntimeError: If a wrapper has yet to replace the gradient by its average.
-        """
-        if self.is_unfinished([param]):
+    def check_finished(self, params: Sequence[Tensor]) -> None:
+        """Raises RuntimeError if a wrapper has yet to replace gradients by averages."""
+        if self.is_unfinished(params):
             raise RuntimeError(
                 "amp.scale_loss was entered before DistributedDataParallel had averaged the "
                 "gradients of the block before, whose loss did not use all parameters. Add up the "
@@ -116,7 +118,6 @@ class DDPWrappers:
                 "but the last. If no loss uses some parameters, pass find_unused_parameters=True "
                 "to DistributedDataParallel."
             )
-        return any(wrapper.gradient_as_bucket_view for wrapper, _ in self._of([param]))
 
     def is_unfinished(self, params: Sequence[Tensor]) -> bool:
         """Returns whether a wrapper has yet to replace gradients of parameters by averages."""
