@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import Variable
 
 from apex._core import tree
@@ -45,21 +45,16 @@ class DelayedReduction:
             self._on = on
             self._has_run = False
         self._queued = False  # a backward pass that raised may have left it set
+        # An output's hook runs in the outermost backward pass. A parameter's hook may run in the
+        # nested pass of a checkpointed segment, which ends before other gradients are complete.
         if on and not is_compiling():  # compiled code has no nested passes
-            tree.map_tensors(self._register_output, output)
+            tree.before_backward(output, self.queue)
 
     def queue(self, _: object) -> None:
         """Queues the reduction for the end of the pass; the hook of parameters and outputs."""
         if self._on and not self._queued and adds_to_any(self.params):
             self._queued = True
             Variable._execution_engine.queue_callback(self._finish)
-
-    def _register_output(self, tensor: Tensor) -> Tensor:
-        # An output's hook runs in the outermost backward pass. A parameter's hook may run in the
-        # nested pass of a checkpointed segment, which ends before other gradients are complete.
-        if tensor.requires_grad:
-            tensor.register_hook(self.queue)  # type: ignore[no-untyped-call]
-        return tensor
 
     def _finish(self) -> None:
         self._queued = False
