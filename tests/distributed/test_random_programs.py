@@ -141,11 +141,18 @@ class Program:
             self.parallel(a=1.0)
 
     def drop_loss(self):
-        """A forward pass that no backward pass follows, as of a batch that is skipped."""
+        """A forward pass that no pass for all weights follows, as of a batch that is skipped."""
         is_sent = self.choose.random() < 0.5
         with contextlib.nullcontext() if is_sent else self.parallel.no_sync():
-            self.parallel(**dict.fromkeys("abcd", 1.0))
+            loss = self.parallel(**dict.fromkeys("abcd", 1.0))
         self.awaits_pass |= is_sent
+        is_finite = all(math.isfinite(value) for pair in self.grads.values() for value in pair)
+        way = self.choose.choice(["nothing", "empty block", "gradients"])
+        if way == "gradients":
+            torch.autograd.grad(loss, [*self.model.parameters()])
+        elif way == "empty block" and is_finite:  # else it would find the overflow
+            with amp.scale_loss(loss, self.choose.sample(self.optimizers, 1)):
+                pass
 
     def step(self):
         if self.is_local or self.unchecked:

@@ -179,11 +179,11 @@ class BackwardPass:
                 self._contexts.enter_context(unsent)
 
     def _note_shared(self) -> None:
-        """Records whether ranks have shared what wrappers found in the gradients."""
+        """Records whether ranks have shared the gradients, where no output tells of the pass."""
         for prepared in self.prepared_optimizers:
             if prepared.session.ddp.wrappers:
                 is_sent = prepared not in self._unsent
-                prepared.session.ddp.end_pass(prepared.trained_params(), is_sent=is_sent)
+                prepared.session.ddp.end_block(prepared.trained_params(), is_sent=is_sent)
 
     def borrowable(self) -> tuple[list[PreparedOptimizer], list[nn.Parameter]]:
         """Returns the other optimizers, and parameters that none steps, that the pass may reach."""

@@ -123,9 +123,12 @@ class ModelState:
         """Prepares the gradients, when a backward pass reaches the output, for what it adds."""
         session = self.session
         is_prepared = session.masters or (session.ddp.wrappers and session.has_scale)
-        if not is_prepared or tree.before_backward(output, _PassBegins(self)):
+        if not is_prepared:
             return
-        if torch.is_grad_enabled():  # the script may find the loss elsewhere
+        if tree.before_backward(output, _PassBegins(self)):
+            for wrapper in self._wrappers():
+                session.ddp.watch(wrapper)
+        elif torch.is_grad_enabled():  # the script may find the loss elsewhere
             session.hook_params(session.masters.pairs_in(self.model))
 
     def begin_pass(self) -> None:
@@ -142,14 +145,17 @@ class ModelState:
 
         In a trace, also what comes before each run of the code.
         """
-        wrappers = [part() for part in self._wrapped_parts()]
-        wrappers.append(active_wrapper())
+        wrappers = self._wrappers()
         if traced:
             recompile_on_change(_reference_to_wrapper)
             recompile_on_change(_before_compiled_code)
         for wrapper in wrappers:
-            if wrapper is not None:
-                self.session.mark_forward(wrapper, traced=traced)
+            self.session.mark_forward(wrapper, traced=traced)
+
+    def _wrappers(self) -> list[DistributedDataParallel]:
+        wrappers = [part() for part in self._wrapped_parts()]
+        wrappers.append(active_wrapper())
+        return [wrapper for wrapper in wrappers if wrapper is not None]
 
     def _wrapped_parts(self) -> list[weakref.ref[DistributedDataParallel]]:
         if self._parts is None:

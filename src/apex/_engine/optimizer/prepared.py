@@ -102,7 +102,6 @@ class PreparedOptimizer:
         # Gradients of a block that a CUDA graph has captured without the step: each replay writes
         # them anew. None without such a graph.
         self._captured: Sequence[tuple[Tensor, Tensor]] | None = None
-        session.add_member(optimizer, self)
 
     # -- parameters --------------------------------------------------------------------------
 

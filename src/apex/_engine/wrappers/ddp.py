@@ -24,6 +24,7 @@ class _WrapperState:
         sends: Whether a forward pass under it will send its gradients, as the next pass does;
             ``None`` without a forward pass since the last pass.
         traced: Whether its forward passes are compiled.
+        watched: Whether an output of its last forward pass tells when a pass begins.
         shared: Whether its masters have been made equal on all ranks.
         is_local: Whether ranks may hold gradients that it has yet to send, as of passes under
             ``no_sync`` or around it.
@@ -32,14 +33,24 @@ class _WrapperState:
     sent: set[int]
     sends: bool | None = None
     traced: bool = False
+    watched: bool = False
     shared: bool = False
     is_local: bool = True
 
     def mark_forward(self, wrapper: DistributedDataParallel) -> None:
         """Records whether a forward pass that begins now will send its gradients."""
         if torch.is_grad_enabled():
+            self.watched = False
             self.sends = ddp.sends(wrapper) or bool(self.sends)
             self.is_local |= not self.sends
+
+    def end_pass(self, wrapper: DistributedDataParallel, *, is_sent: bool) -> None:
+        """Records that a pass has ended: a forward pass sends only one."""
+        # Without a forward pass since, a wrapper has sent nothing: what is local stays so.
+        if self.sends or not is_sent:
+            self.is_local = not is_sent
+        if not ddp.is_unfinished(wrapper):
+            self.sends = None
 
 
 class DDPWrappers:
@@ -137,18 +148,24 @@ class DDPWrappers:
         ]
 
     def end_pass(self, params: Sequence[Tensor], *, is_sent: bool) -> None:
-        """Records that a pass over parameters is over: a forward pass sends only one.
+        """Records that a pass over parameters is over.
 
         Args:
             params: The parameters.
             is_sent: What :meth:`sends` was when it began.
         """
         for wrapper, state in self._of(params):
-            # Without a forward pass since, a wrapper has sent nothing: what is local stays so.
-            if state.sends or not is_sent:
-                state.is_local = not is_sent
-            if not ddp.is_unfinished(wrapper):
-                state.sends = None
+            state.end_pass(wrapper, is_sent=is_sent)
+
+    def end_block(self, params: Sequence[Tensor], *, is_sent: bool) -> None:
+        """As :meth:`end_pass`, for a block: only where no output has told of its passes."""
+        for wrapper, state in self._of(params):
+            if not state.watched:
+                state.end_pass(wrapper, is_sent=is_sent)
+
+    def watch(self, wrapper: DistributedDataParallel) -> None:
+        """Records that an output of its forward pass tells when a pass begins."""
+        self.wrappers[wrapper].watched = True
 
     def sends_earlier(self, params: Sequence[Tensor]) -> bool:
         """Returns whether this pass sends what ranks may hold of earlier ones."""
