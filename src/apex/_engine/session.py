@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, ClassVar, Literal, Protocol, cast
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from apex._core.op_table import AutocastSpec
@@ -165,10 +164,6 @@ class Session:
     def remove_member(self, optimizer: Optimizer) -> None:
         """Removes an optimizer that becomes plain."""
         del self.members[optimizer]
-
-    def mark_forward(self, wrapper: DistributedDataParallel, *, traced: bool) -> None:
-        """Records that a model's forward pass begins under DistributedDataParallel."""
-        self.ddp.mark_forward(wrapper, traced=traced, drifts=self.drifts)
 
     # -- gradients ---------------------------------------------------------------------------
 

@@ -149,8 +149,9 @@ class ModelState:
         if traced:
             recompile_on_change(_reference_to_wrapper)
             recompile_on_change(_before_compiled_code)
+        session = self.session
         for wrapper in wrappers:
-            self.session.mark_forward(wrapper, traced=traced)
+            session.ddp.mark_forward(wrapper, traced=traced, drifts=session.drifts)
 
     def _wrappers(self) -> list[DistributedDataParallel]:
         wrappers = [part() for part in self._wrapped_parts()]
