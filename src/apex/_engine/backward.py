@@ -179,7 +179,7 @@ class BackwardPass:
                 self._contexts.enter_context(unsent)
 
     def _note_shared(self) -> None:
-        """Records whether ranks have shared the gradients, where no output tells of the pass."""
+        """Records whether ranks have shared the gradients, where nothing tells of the pass."""
         for prepared in self.prepared_optimizers:
             if prepared.session.ddp.wrappers:
                 is_sent = prepared not in self._unsent

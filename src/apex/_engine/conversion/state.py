@@ -292,7 +292,7 @@ def _before_compiled_code() -> None:
     for session in Session.live:
         session.masters.update_models()
         session.hook_params(session.masters.pairs())
-        session.ddp.mark_compiled_forward()
+        session.ddp.mark_compiled_forward(watched=bool(session.masters))
 
 
 def _reference_to_wrapper() -> weakref.ref[nn.Module] | None:

@@ -24,7 +24,8 @@ class _WrapperState:
         sends: Whether a forward pass under it will send its gradients, as the next pass does;
             ``None`` without a forward pass since the last pass.
         traced: Whether its forward passes are compiled.
-        watched: Whether an output of its last forward pass tells when a pass begins.
+        watched: Whether an output of its last forward pass, or hooks of all its parameters, tell
+            when a pass begins.
         shared: Whether its masters have been made equal on all ranks.
         is_local: Whether ranks may hold gradients that it has yet to send, as of passes under
             ``no_sync`` or around it.
@@ -104,12 +105,17 @@ class DDPWrappers:
         state.traced |= traced
         state.mark_forward(wrapper)
 
-    def mark_compiled_forward(self) -> None:
-        """Records that compiled code runs: of the active wrapper's model, or around wrappers."""
+    def mark_compiled_forward(self, *, watched: bool) -> None:
+        """Records that compiled code runs: of the active wrapper's model, or around wrappers.
+
+        Args:
+            watched: Whether hooks of parameters tell when a pass begins.
+        """
         active = ddp.active_wrapper()
         for wrapper, state in self.wrappers.items():
             if state.traced and (active is None or active is wrapper):
                 state.mark_forward(wrapper)
+                state.watched = watched
 
     def reused(self, params: Sequence[Tensor]) -> set[int]:
         """Returns ids of the parameters whose gradients are views of buffers of their wrappers."""
@@ -158,7 +164,7 @@ class DDPWrappers:
             state.end_pass(wrapper, is_sent=is_sent)
 
     def end_block(self, params: Sequence[Tensor], *, is_sent: bool) -> None:
-        """As :meth:`end_pass`, for a block: only where no output has told of its passes."""
+        """As :meth:`end_pass`, for a block: only where nothing has told of its passes."""
         for wrapper, state in self._of(params):
             if not state.watched:
                 state.end_pass(wrapper, is_sent=is_sent)
