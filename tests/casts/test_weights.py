@@ -373,6 +373,21 @@ def test_a_model_that_only_the_forward_of_another_calls_is_cast_again(level):
     del held
 
 
+@pytest.mark.parametrize("level", LOW)
+def test_a_weight_that_a_part_without_weights_gets_later_is_cast_again(level):
+    part, layer = nn.Module(), nn.Linear(4, 4)
+    body = Body(lambda self, x: F.linear(x, self.part.weight, self.part.bias), part=part)
+    model, _ = prepared(level, model=nn.Sequential(body, nn.Linear(4, 4)))
+    with contextlib.suppress(AttributeError):
+        model(X)
+    part.weight, part.bias = layer.weight, layer.bias
+    held = model(X)
+    counted(layer, None)
+    expected = copy.deepcopy(model)(X)
+    assert same(model(X), expected)
+    assert not same(held, expected)
+
+
 class Subclass(nn.Parameter):
     pass
 

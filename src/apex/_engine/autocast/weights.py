@@ -133,7 +133,7 @@ class SharedCasts:
     def _weights_of(self, model: nn.Module) -> _Weights:
         weights = self._weights.get(model)
         if weights is None:
-            tables = [module._parameters for module in model.modules() if module._parameters]
+            tables = [module._parameters for module in model.modules()]
             weights = self._weights[model] = _Weights(tables)
         return weights
 
