@@ -373,6 +373,21 @@ def test_a_model_that_only_the_forward_of_another_calls_is_cast_again(level):
     del held
 
 
+@pytest.mark.parametrize("level", LOW)
+def test_a_weight_that_a_part_without_weights_gets_later_is_cast_again(level):
+    part, layer = nn.Module(), nn.Linear(4, 4)
+    body = Body(lambda self, x: F.linear(x, self.part.weight, self.part.bias), part=part)
+    model, _ = prepared(level, model=nn.Sequential(body, nn.Linear(4, 4)))
+    with contextlib.suppress(AttributeError):
+        model(X)
+    part.weight, part.bias = layer.weight, layer.bias
+    held = model(X)
+    counted(layer, None)
+    expected = copy.deepcopy(model)(X)
+    assert same(model(X), expected)
+    assert not same(held, expected)
+
+
 class Subclass(nn.Parameter):
     pass
 
@@ -439,6 +454,35 @@ def test_training_follows_an_evaluation_in_inference_mode(level):
         return [before, loss, *grads(model.parameters())]
 
     compare(scenario, level)
+
+
+def test_gradients_that_inference_mode_enables_have_no_effect(level):
+    def scenario(model, optimizer):
+        held = model(X)
+        with torch.inference_mode(), torch.enable_grad():
+            evaluated = model(X).clone()
+        loss = held.square().sum() + model(X).square().sum()
+        loss.backward()
+        return [evaluated, loss, *grads(model.parameters())]
+
+    compare(scenario, level)
+
+
+@pytest.mark.parametrize("level", LOW)
+def test_a_pass_without_gradients_around_one_with_gradients_keeps_no_cast(level):
+    layer, inner = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def guided(self, x):
+        with torch.enable_grad():
+            return self.layer(x), inner(x)
+
+    outer = Body(guided, layer=layer)
+    amp.initialize([outer, inner], opt_level=level, verbosity=0)
+    with torch.no_grad():
+        held = outer(X)
+    counted(outer, None)
+    assert all_same(outer(X)[:1], layer, [LOW[level]])
+    del held
 
 
 def test_a_restored_model_computes_in_fp32():

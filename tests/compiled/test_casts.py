@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from apex import amp
 from tests.compiled.cases import GENERATORS, compiled
 from tests.support.features import TORCH_VERSION
-from tests.support.loops import prepared, same
+from tests.support.loops import Body, prepared, same
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -59,7 +59,7 @@ def kept_16_bit(run):
 
 
 @pytest.mark.skipif(TORCH_VERSION < (2, 11), reason="this torch casts a weight at each use")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "aot_eager_decomp_partition"])
+@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
 def test_a_loop_in_a_compiled_forward_keeps_what_autocast_keeps(backend):
     plain = Loop(8, 8)
     with amp.disable_casts(), torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
@@ -79,6 +79,22 @@ def test_compiled_code_sees_each_write():
         write(model.weight.data, 0.5)
     assert same([*outputs, run(x)], [*wanted, model(x)])
     assert not torch.equal(outputs[0], outputs[1])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo reads after a break
+def test_eager_parts_of_compiled_code_see_each_write():
+    @torch.compiler.disable
+    def apart(module, x):
+        return module(x)
+
+    layer = nn.Linear(4, 4)
+    model, _ = prepared("O4", model=Body(lambda self, x: apart(self.layer, x), layer=layer))
+    run, x = torch.compile(model, backend="aot_eager"), torch.ones(2, 4)
+    for _ in range(2):
+        _awaits_its_backward = model(x)
+        layer.weight.data.mul_(0.5)
+        output = run(x)
+        assert same(output, model(x))
 
 
 @GENERATORS

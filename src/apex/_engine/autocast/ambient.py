@@ -115,7 +115,7 @@ class ForwardCasts(Casts):
     @untraced
     def __exit__(self, *error: object) -> None:
         if self._depth == 0:
-            shared.end_forward(self._forward[0], shares=self._shares)
+            shared.end_forward(self._forward[0])
         torch.autocast_decrement_nesting()
         _here.depth = self._depth
         super().__exit__()

@@ -22,7 +22,6 @@ from apex._engine.autocast.ambient import (
     follow_sessions,
 )
 from apex._torch.autograd import backward_id
-from apex._torch.dispatcher import weight_cache_is_safe
 from apex._torch.dynamo import at_tracing, is_compiling, untraced
 
 R = TypeVar("R")
@@ -47,7 +46,7 @@ def under(
         return fn(*args, **kwargs)
     first, *others = devices
     enabled = dtype is not None
-    with torch.autocast(first, dtype, enabled, weight_cache_is_safe):
+    with torch.autocast(first, dtype, enabled, cache_enabled=False):
         return under(others, dtype, fn, args, kwargs)
 
 

@@ -101,11 +101,13 @@ class SharedCasts:
             self._cached[weights] = weights.state(), place
         return True
 
-    def end_forward(self, model: nn.Module, *, shares: bool) -> None:
-        """Ends a forward pass of a model, whether or not it ``shares`` casts."""
-        # Another thread may have cleared the cache, which this pass then went on to fill.
-        is_forgotten = shares and self._weights_of(model) not in self._cached
-        if is_forgotten or self._hook() is None:
+    def end_forward(self, model: nn.Module) -> None:
+        """Ends a forward pass of a model, which was inside no other one."""
+        # A pass fills a cache that does not know it if another thread has cleared it meanwhile, or
+        # if it is a pass without gradients around one with gradients.
+        is_unknown = self._weights_of(model) not in self._cached
+        is_filled = is_unknown and torch.is_autocast_cache_enabled()
+        if is_filled or self._hook() is None:
             self._clear_cache()
 
     def await_backward(self, output: Any) -> None:
@@ -131,7 +133,7 @@ class SharedCasts:
     def _weights_of(self, model: nn.Module) -> _Weights:
         weights = self._weights.get(model)
         if weights is None:
-            tables = [module._parameters for module in model.modules() if module._parameters]
+            tables = [module._parameters for module in model.modules()]
             weights = self._weights[model] = _Weights(tables)
         return weights
 
@@ -152,7 +154,8 @@ class _Weights:
         """
         values: list[Tensor | None] = []
         for table in self._tables:
-            values += table.values()
+            if table:  # most modules have no weights, at 0.1 us each
+                values += table.values()
         weights = [weight for weight in values if weight is not None]
         if not _PLAIN.issuperset(map(type, weights)):
             return None
