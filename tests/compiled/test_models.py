@@ -1,5 +1,6 @@
 """``torch.compile(model, fullgraph=True)`` after initialize: the dtypes and gradients of eager."""
 
+import copy
 import gc
 
 import pytest
@@ -63,6 +64,32 @@ def test_a_model_may_be_compiled_before_or_after_initialize(level, compile_model
         assert loops.same(loops.train_step(model, optimizer, *batch), expected)
     if compile_model != "model.compile first":
         assert graphs.frame_count == 1
+
+
+class Average(nn.Module):
+    """Keeps a running average of its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean.lerp_(x.detach().mean(0), 0.25)
+        return self.linear(x - self.mean)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_compiled_part_that_writes_a_buffer_in_16_bits_compiles_whole(level):
+    """In the third pass, amp watches such buffers by the operators that code calls."""
+    plain = Average()
+    part, graphs = cases.compiled(copy.deepcopy(plain))
+    ours, reference = (
+        loops.prepared(level, model=nn.Sequential(module), loss_scale=1.0)
+        for module in (part, plain)
+    )
+    assert loops.same(loops.train(*ours, 5), loops.train(*reference, 5))
+    assert cases.graph_breaks() == 0 < graphs.frame_count
 
 
 def summed_by(model):

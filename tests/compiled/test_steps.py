@@ -100,6 +100,20 @@ def test_many_passes_add_up_in_fp32(level, kind):
         assert grads == [large + 44.0] * 2
 
 
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_passes_that_a_compiled_function_runs_add_up_in_fp32(level):
+    large = 2.0 / torch.finfo(loops.LEVELS[level].compute).eps
+    model, optimizer = loops.prepared(level, model=loops.Weights("a"), loss_scale=1.0)
+
+    def run(factors):
+        for factor in factors:
+            model(a=factor).backward()
+
+    cases.compiled(run, fullgraph=False)[0](torch.tensor([large, *[1.0] * 44]))
+    (master,) = amp.master_params(optimizer)
+    assert master.grad[0].item() == large + 44.0
+
+
 def test_accumulating_clipping_and_two_losses_compile():
     def step(model, optimizer, x, y):
         for loss_id in range(2):

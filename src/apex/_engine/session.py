@@ -43,7 +43,7 @@ from apex._torch.autograd import (
     backward_id,
     is_transformed,
 )
-from apex._torch.dynamo import is_compiling, untraced
+from apex._torch.dynamo import inlined, is_compiling, untraced
 
 STATE = "_apex_state"
 """Attribute of a converted model: the state of its conversion, which holds the session."""
@@ -276,6 +276,7 @@ class _PassReaches:
         self._session = weakref.ref(session)
         self._pair = weakref.ref(pair)
 
+    @inlined  # a pass in a compiled function calls it as a frame of its own
     def __call__(self, gradient: object) -> None:
         session = self._session()
         pair = self._pair()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from apex._core import tree
+from apex._torch.dynamo import is_compiling
 
 # Operators by which an average or a counter becomes its next value, and by which values move.
 _SUMS = frozenset(["add", "sub", "mul", "div", "true_divide", "lerp", "addcmul", "addcdiv"])
@@ -43,6 +44,8 @@ class Sums(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if is_compiling():  # dynamo cannot trace the rest
+            return result
         name = getattr(func, "__name__", "").strip("_").removeprefix("foreach_")
         is_sum = name in _SUMS
         replaces = name in _REPLACES
