@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -614,6 +615,20 @@ def test_functions_of_a_script_share_casts_in_a_block_of_autocast(function, leve
         kept = kept_in_a_loop(step, layer)
     with amp.disable_casts(), block():
         assert kept_in_a_loop(step, layer) == kept > 0
+
+
+def test_a_registered_function_casts_a_weight_once_and_sees_a_write(level):
+    functions = types.ModuleType("functions")
+    functions.product = lambda x, weight: x @ weight
+    amp.register_half_function(functions, "product")
+    model, optimizer = prepared(level, model=nn.Linear(8, 8))
+    step = lambda model, x: torch.tanh(functions.product(x, model.weight))  # noqa: E731
+    assert kept_in_a_loop(step, model) == 2 * 64
+    x = torch.ones(1, 8)
+    held = functions.product(x, model.weight)
+    counted(model, optimizer)
+    wanted = x.to(held.dtype) @ model.weight.to(LOW[level])
+    assert torch.equal(functions.product(x, model.weight), wanted)
 
 
 def bytes_kept(kind):

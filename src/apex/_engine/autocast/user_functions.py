@@ -12,12 +12,14 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from apex._core.dtypes import is_low_precision
-from apex._core.op_casts import floating_dtypes, widest
-from apex._core.tree import Call, cast, map_tensors, tensors
+from apex._core.dtypes import CASTABLE, is_low_precision
+from apex._core.op_casts import floating_dtypes, to_dtype, widest
+from apex._core.tree import Call, map_tensors, tensors
 from apex._engine.autocast.ambient import devices_on
 from apex._engine.autocast.region import active_dtype, under
+from apex._engine.autocast.weights import shared
 from apex._engine.registry import live
+from apex._torch.dynamo import is_compiling
 
 Kind = Literal["low_precision", "bfloat16", "float", "promote"]
 """How a user function's arguments are cast.
@@ -70,7 +72,13 @@ def _rule(kind: Kind, dtype: torch.dtype, call: Call) -> Callable[[Tensor], Tens
         target = torch.bfloat16
     elif kind == "promote":
         target = widest(floating_dtypes(tensors(call)))
-    return lambda tensor: tensor if target is None else cast(tensor, target)
+
+    def cast_tensor(tensor: Tensor) -> Tensor:
+        if target is None or tensor.dtype is target or tensor.dtype not in CASTABLE:
+            return tensor
+        return to_dtype(tensor, target) if is_compiling() else shared.cast(tensor, target)
+
+    return cast_tensor
 
 
 _Function = tuple[Any, str, Kind]
