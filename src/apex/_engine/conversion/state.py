@@ -154,13 +154,15 @@ class ModelState:
             session.ddp.mark_forward(wrapper, traced=traced, drifts=session.drifts)
 
     def _wrappers(self) -> list[DistributedDataParallel]:
+        if not ranks.is_running():
+            return []
         wrappers = [part() for part in self._wrapped_parts()]
         wrappers.append(active_wrapper())
         return [wrapper for wrapper in wrappers if wrapper is not None]
 
     def _wrapped_parts(self) -> list[weakref.ref[DistributedDataParallel]]:
         if self._parts is None:
-            if not ranks.is_running() or not torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
                 return []
             self._parts = []
             for module in self.model.modules():
