@@ -264,8 +264,6 @@ class Trace:
         self._stepping: Optimizer | None = None
         # A trace runs once, so that a second entry raises an error.
         self._entered = False
-        # Undoes, on exit, what __enter__ registered.
-        self._hooks = ExitStack()
         self.mode: TorchDispatchMode | None = None
 
     def __enter__(self: SomeTrace) -> SomeTrace:
@@ -285,7 +283,7 @@ class Trace:
             hooks.callback(register_optimizer_step_post_hook(self._leave_step).remove)
             hooks.enter_context(eager)
             self.mode = hooks.enter_context(Mode(self))
-            self._hooks = hooks.pop_all()
+            self._hooks = hooks.pop_all()  # undone on exit
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -293,7 +291,6 @@ class Trace:
         with suspend_modes(self.mode):  # such as a trace that ends later
             self._hooks.close()
         self.mode = None
-        self._stepping = None
 
     @property
     def _nothing(self) -> str:
