@@ -156,8 +156,8 @@ def _judged(comparison: Comparison, candidates: Sequence[_Candidate]) -> Recomme
     if not usable:
         return Recommendation(
             BASELINE,
-            "Stay in fp32: no other level is usable. Each trains worse, or this CPU emulates it, "
-            "far slower than fp32.",
+            "Stay in fp32: every other level fails, trains worse, or is emulated by this CPU, far "
+            "slower than fp32.",
         )
     best = _fastest(usable)
     return Recommendation(
