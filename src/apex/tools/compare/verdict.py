@@ -214,6 +214,8 @@ def _word(
         return "skipped" if result.skipped else "no", candidate.reason
     if not result.level.advised:
         return "no", f"{facts}; no fp32 masters, for comparison only"
+    if comparison.baseline.has_diverged:
+        return "unclear", f"{facts}; the final loss of fp32 is not finite"
     if comparison.steps < LEAST_STEPS:
         return "unclear", f"{facts}; too few steps to judge its training"
     if result.name == judged.level:
