@@ -37,6 +37,18 @@ def test_the_report_names_module_line_cause_and_remedy():
     assert json.loads(trace_of(nn.Linear(2, 2)).to_json())["first"] is None
 
 
+def test_remedies_under_amp_init_are_those_of_its_level():
+    amp.init()
+    model = nn.Linear(4, 4)
+    with trace_overflow(model) as trace:
+        output = model(torch.full((2, 4), 6e4))
+        (output @ output.T).sum().backward()
+    assert trace.first.cause == "range"
+    remedies = " ".join(trace.first.remedies)
+    assert "amp.disable_casts" in remedies
+    assert "torch.autocast" not in remedies
+
+
 def test_a_trace_in_which_nothing_ran_is_no_clean_one():
     trace = amp.debug.trace_overflow(nn.Linear(2, 2))
     nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()

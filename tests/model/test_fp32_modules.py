@@ -70,8 +70,8 @@ def test_batch_norm_rule_and_fp32_modules_add_up():
 NO_MODULES = [
     ("two.nrom", r"'two\.nrom', which matches no submodule.*two\.norm"),
     (nn.InstanceNorm1d, r"InstanceNorm1d, which matches no submodule.*LayerNorm"),
-    (3, r"3, which matches no submodule\. Known are"),
-    (nn.ReLU(), r"ReLU\(\), which matches no submodule\. Known are"),
+    (3, r"3, which matches no submodule\. Available: "),
+    (nn.ReLU(), r"ReLU\(\), which matches no submodule\. Available: "),
 ]
 
 

@@ -342,7 +342,7 @@ WRONG_NAMES = [
     (["time_step"], "O5", ValueError, r"'time_step'.*mean timestep"),
     ("timestep", "O5", TypeError, r"fp32_inputs=\['timestep'\]"),
     ([3], "O5", ValueError, "holds 3, which is no argument"),
-    (["other"], "O5", ValueError, "Known are scale, timestep, x"),
+    (["other"], "O5", ValueError, "Available: scale, timestep, x"),
     (["timestep"], "O1", ValueError, "O2, O3 or O5"),
     (["timestep"], "O0", ValueError, "O2, O3 or O5"),
 ]

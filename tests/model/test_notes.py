@@ -79,6 +79,8 @@ def test_other_names_can_be_added_and_unknown_ones_are_refused():
     model = nn.Sequential(positions(torch.ones(2)))
     with pytest.raises(ValueError, match=r"'0.tabel', which matches no buffer. Did you mean 0.tab"):
         converted(model, fp32_buffers=["0.tabel"])
+    with pytest.raises(ValueError, match=r"which matches no buffer. Available: none."):
+        converted(nn.Linear(1, 1), fp32_buffers=["table"])
     with pytest.raises(ValueError, match="O2, O3 or O5"):
         converted(model, "O1", fp32_buffers=["0.table"])
     assert type(model) is nn.Sequential

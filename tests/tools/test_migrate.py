@@ -224,6 +224,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
     assert all(text.startswith("Raises an error: ") and message in text for text in raising)
 
 
+def test_a_step_with_gradients_is_not_judged_where_it_may_be_contribs():
+    call = "from apex.contrib.optimizers import FusedAdam as Old\nOld(params).step(grads=[])"
+    test_a_call_that_always_raises_is_not_supported_and_no_other(call, "")
+
+
 WRAPPED = [
     ("amp.initialize(DDP(m), o)", "pass the model itself, and wrap it after amp.initialize"),
     ("m = DDP(m)\namp.initialize(m, o)", "pass the model itself"),

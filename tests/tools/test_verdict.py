@@ -3,6 +3,7 @@
 import math
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -155,8 +156,12 @@ def test_much_less_memory_at_the_same_speed_is_a_gain(size, share, milliseconds,
 
 
 def test_an_fp32_loss_that_is_not_finite_is_told_first():
-    found = comparison_of(result_of("O0", losses=(math.nan,) * 25), result_of("O5")).recommendation
+    base = result_of("O0", losses=(math.nan,) * 25)
+    emulated = replace(result_of("O1"), emulated="fp16 is emulated on this CPU")
+    found = comparison_of(base, emulated, result_of("O5")).recommendation
     assert found.level is None
+    assert words(found) == {"O0": "baseline", "O1": "unclear", "O5": "unclear"}
+    assert all("as well as fp32" not in why for why in whys(found).values())
     assert found.text == (
         "No recommendation: the final loss is not finite in fp32 either. Run `apex trace` on your "
         "training script: it names the operator."

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._core import dtypes
 from apex._engine.conversion.state import state_of
+from apex._engine.session import Session
 from apex._torch import dtensor, ranks
 from apex._torch.autograd import backward_id
 from apex._torch.copies import capturing, is_wrapped
@@ -328,9 +329,12 @@ class Trace:
                 state = state_of(module)
                 if state is not None:
                     return state.session.policy.opt_level
-        if self._tracker.autocasts:
-            return "autocast"
-        return "plain"
+        if not self._tracker.autocasts:
+            return "plain"
+        for session in Session.live:
+            if session.made_by == "init":  # it has no models
+                return session.policy.opt_level
+        return "autocast"
 
 
 # -- values ----------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def _refuse(argument: str, rule: object, how: str, known: Iterable[str]) -> None
     if close:
         hint = f"Did you mean {', '.join(close)}?"
     else:
-        hint = f"Known are {', '.join(names[:8])}."
+        hint = f"Available: {', '.join(names[:8]) or 'none'}."
     raise ValueError(f"{argument} holds {shown}, which {how}. {hint}")
 
 

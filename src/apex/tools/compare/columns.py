@@ -25,7 +25,7 @@ TABLES = {
         "memory": Column("memory", "peak on CUDA; elsewhere bytes stored and saved for backward"),
         "stored": Column("bytes / param", "weights, masters and optimizer state between steps"),
         "saved": Column("saved", "bytes that autograd saves for backward, not counting weights"),
-        "verdict": Column("verdict", "use, ties, usable, unclear, no, skipped", True),
+        "verdict": Column("verdict", "use, ties, usable, unclear, no, skipped, baseline", True),
     },
     "Training": {
         "level": _LEVEL,

@@ -156,8 +156,8 @@ def _judged(comparison: Comparison, candidates: Sequence[_Candidate]) -> Recomme
     if not usable:
         return Recommendation(
             BASELINE,
-            "Stay in fp32: no other level is usable. Each trains worse, or this CPU emulates it, "
-            "far slower than fp32.",
+            "Stay in fp32: every other level fails, trains worse, or is emulated by this CPU, far "
+            "slower than fp32.",
         )
     best = _fastest(usable)
     return Recommendation(
@@ -214,6 +214,8 @@ def _word(
         return "skipped" if result.skipped else "no", candidate.reason
     if not result.level.advised:
         return "no", f"{facts}; no fp32 masters, for comparison only"
+    if comparison.baseline.has_diverged:
+        return "unclear", f"{facts}; the final loss of fp32 is not finite"
     if comparison.steps < LEAST_STEPS:
         return "unclear", f"{facts}; too few steps to judge its training"
     if result.name == judged.level:

@@ -58,7 +58,8 @@ def names(tree: ast.Module) -> list[Name]:
     visitor = _Visitor(tree)
     visitor.visit(tree)
     uses = visitor.uses
-    if "apex.optimizers.FusedAdam" not in {use.name for use in uses}:
+    classes = {use.name for use in uses if use.name.endswith(".FusedAdam")}
+    if classes != {"apex.optimizers.FusedAdam"}:  # contrib's still takes gradients
         uses = [use for use in uses if use.name != STEP]
     return sorted(uses, key=lambda use: use.line)
 
