@@ -12,7 +12,7 @@ from torch import nn
 from apex import amp
 from apex.debug import explain
 from tests.debug.bodies import Body, everything
-from tests.support.loops import net, prepared, same, train_step
+from tests.support.loops import net, prepared, same, train, train_step
 
 LOW, FULL = "bfloat16", "float32"
 X = torch.ones(3, 4)
@@ -67,6 +67,21 @@ def test_o5_casts_the_input_and_keeps_in_fp32_what_it_is_told():
     assert casts[:2] == [("", FULL, LOW), ("2", LOW, FULL)]
     assert row_of(found, "addmm", "3").computed_in == LOW
     assert row_of(found, "native_layer_norm", "2").computed_in == FULL
+
+
+def test_what_amp_computes_by_itself_is_no_part_of_the_model():
+    model, optimizer = prepared("O5")
+    inputs = torch.randn(3, 4)
+    before = [(row.op, row.calls) for row in explain(model, inputs).ops]
+    train(model, optimizer, 2)  # from then on, amp compares weights with their masters
+    assert [(row.op, row.calls) for row in explain(model, inputs).ops] == before
+
+
+def test_what_amp_looks_for_in_a_forward_is_no_part_of_the_model():
+    """Weights that others write, and whole numbers in arguments."""
+    model = Body(lambda self, x: self.linear(x), linear=nn.Linear(4, 2).requires_grad_(False))
+    found = explain(at("O5", model), 1000.0 * X + 1.0, backward=False)
+    assert {row.op for row in found.ops} == {"aten._to_copy", "aten.addmm"}
 
 
 def test_text_and_json_hold_the_same():

@@ -95,7 +95,7 @@ def test_the_report_names_operator_module_line_values_cause_and_remedy(trace, tm
     assert lines[6].startswith("  remedy 1. clamp the input")
     assert "logsumexp" in lines[7]
     assert lines[8] == "  hit    the gradients of 0.bias, 0.weight"
-    assert lines[9].startswith("The script was stopped there; with --keep-going")
+    assert lines[9].startswith("Then the script was stopped. With --keep-going")
     assert re.fullmatch(r"Traced \d+ operators and 1 optimizer step\.", lines[-1])
     assert out.startswith("step 0\n\napex trace")  # the second step did not end
 
@@ -250,7 +250,7 @@ def test_a_clean_trace_points_to_the_options_that_name_what_stands_still(trace):
     check(trace(STANDS_STILL), cli.OK, "`apex trace --digits train.py` finds operators")
     traced = trace(STANDS_STILL, options=["--digits", "--json", "digits.json"])
     lost = "Digits first lost: aten.add_ outside the model"
-    check(traced, cli.NOT_FINITE, lost, "The script was stopped there")
+    check(traced, cli.NOT_FINITE, lost, "Then the script was stopped")
     with open("digits.json") as file:
         assert json.load(file)["worst"]["kind"] == "lost update"
     traced = trace(STANDS_STILL, options=["--updates"])

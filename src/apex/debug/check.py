@@ -317,7 +317,7 @@ class FrozenUpdates:
             lines.append(
                 f"No weight was to move in {counted(self._steps, 'step')}: the learning "
                 "rate was 0, or the gradients were 0, None or not finite. `apex trace` names the "
-                "operator behind inf or NaN, with --updates the place where gradients end."
+                "operator behind inf or NaN."
             )
         lines += [f"{name} has no verdict: {error}" for name, error in self.errors.items()]
         return "\n".join(lines)

@@ -203,7 +203,7 @@ def _remarks(script: str, seen: Seen, ending: Ending) -> list[str]:
 def _ended(ending: Ending) -> list[str]:
     """Returns a line on how a script ended; no line if it ended normally."""
     if ending.stopped:
-        return ["The script was stopped there; with --keep-going it runs to its end."]
+        return ["Then the script was stopped. With --keep-going, it runs to its end."]
     if ending.interrupted:
         return ["The script was interrupted. These are the results up to that point."]
     if ending.error:

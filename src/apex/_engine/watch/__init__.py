@@ -148,7 +148,7 @@ class Watch(Observer):
         if watch is not None:
             is_lost = watch.lost()
             if is_lost is not None:
-                self._lost_writes.send(None, is_lost.float())
+                self._lost_writes.send(None, is_lost)
         if is_first or phase == 0:
             self._weights[prepared] = WeightWatch(prepared, phase if is_first else turn)
         for _, (flag,) in self._lost_writes.poll():

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from apex._core.project import TRACE
 from apex._engine.scaler import Readback
+from apex._torch.dispatch_modes import suspend_modes
 
 _log = logging.getLogger("apex")
 
@@ -22,6 +23,7 @@ class Losses:
         self._copies: Readback[int] | None = Readback()
         self._count = 0
 
+    @suspend_modes()  # a trace would list these operators
     def check(self, loss_id: int, loss: Tensor) -> None:
         """Checks the first 32, and then one in 32: once the weights are NaN, each loss is."""
         if self._copies is None or type(loss) is not Tensor or loss.is_meta or not loss.numel():

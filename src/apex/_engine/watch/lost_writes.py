@@ -47,6 +47,7 @@ class WeightWatch:
         # The greatest distance since the last step.
         self._farthest: dict[MasterPair, Tensor] = {}
 
+    @suspend_modes()  # a trace would list these operators as the model's
     def look(self) -> None:
         """Compares the weights where the model is used."""
         if self._uses < _USES:
@@ -55,6 +56,7 @@ class WeightWatch:
                 earlier = self._farthest.get(pair, distance)
                 self._farthest[pair] = torch.maximum(earlier, distance)
 
+    @suspend_modes()
     def lost(self) -> Tensor | None:
         """Returns whether the step overwrites a written weight, as a flag; None if unknown."""
         flags: list[Tensor] = []
@@ -65,7 +67,7 @@ class WeightWatch:
             if pair in self._farthest:
                 is_lost &= distance >= self._farthest[pair]
             flags.append(is_lost)
-        return torch.stack(flags).any().reshape(1) if flags else None
+        return torch.stack(flags).any().reshape(1).float() if flags else None
 
     @torch.no_grad()
     def _distances(self) -> dict[MasterPair, Tensor]:
@@ -74,7 +76,7 @@ class WeightWatch:
         Only of weights without a counted write, which the step copies to its master whole.
         """
         distances: dict[MasterPair, Tensor] = {}
-        with without_overrides(), suspend_modes():  # a trace would find a cancellation
+        with without_overrides():
             for pair in self._pairs:
                 if pair.counts_as_synced and not capturing(pair.model.device):
                     weight = sample(dtensor.local(pair.model), self._turn)

@@ -24,6 +24,7 @@ from apex._engine.optimizer.prepared import optimizers_of
 from apex._engine.scaler import Readback
 from apex._engine.watch.sums import Mark, Sums
 from apex._torch.copies import is_readable
+from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.modules import named_parameters
 
 _log = logging.getLogger("apex")
@@ -216,6 +217,7 @@ class Writes:
                 self._send_comparison((name, (tensor._version, version)), tensor)
                 is_sampled = True
 
+    @suspend_modes()  # a trace would list these operators as the model's
     def _send_comparison(self, key: tuple[str, Any], tensor: Tensor) -> None:
         """Starts to compare a sample of a weight with the last pass's."""
         now = sample(tensor.detach()).clone()
@@ -233,6 +235,7 @@ class Writes:
                 yield name
             self._was_changed = bool(is_changed)
 
+    @suspend_modes()
     def _check_arguments(
         self,
         model: nn.Module,
