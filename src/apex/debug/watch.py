@@ -296,7 +296,7 @@ def arm(optimizer: Any, after_skips: int = 3) -> AutoTrace:
     integer("after_skips", after_skips, least=1)
     prepared = _prepared_state("arm", optimizer)
     session = prepared.session
-    if not any(scaler.dynamic for scaler in session.scalers):
+    if not session.can_skip:
         raise ValueError(
             "amp.debug.arm waits for skipped steps, and with the static loss scale of this session "
             f"({session.policy.opt_level}) no step is skipped. Run `apex trace train.py`, or pass "
