@@ -237,8 +237,9 @@ class BackwardPass:
         for lender in lenders:
             lender.begin_pass(self, in_place=lender in self._adding)
             self._lenders.append(lender)
-        self.stash.put_aside(unowned, self.session.ddp.reused(unowned))
-        self._unowned = unowned
+        if unowned:
+            self.stash.put_aside(unowned, self.session.ddp.reused(unowned))
+            self._unowned = unowned
 
     def _scale_left(self) -> None:
         """Scales the gradients that it adds to in place, if an earlier pass has unscaled them."""
