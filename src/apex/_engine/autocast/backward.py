@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,17 +12,14 @@ from torch.overrides import TorchFunctionMode
 
 from apex._core.op_casts import floating_dtypes, tensors_in
 from apex._core.op_table import AutocastSpec
+from apex._core.tree import Args, Kwargs
 from apex._engine.autocast.ambient import OFF, Casts, devices_on
 from apex._engine.autocast.region import under
 from apex._torch.autograd import autocast_depth, backward_id, leave_function_mode
 from apex._torch.dynamo import at_tracing, inlined, untraced_frame
 
-_FIRST_GRADIENTS = (
-    (Tensor.backward, "gradient"),
-    (torch.autograd.backward, "grad_tensors"),
-    (torch.autograd.grad, "grad_outputs"),
-)
-"""The functions that run a backward pass, and the name of their argument with first gradients."""
+_RUNNERS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+"""The functions that run a backward pass."""
 
 
 class BackwardAutocast(TorchFunctionMode):
@@ -48,9 +44,8 @@ class BackwardAutocast(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for runner, name in _FIRST_GRADIENTS:
-            if func is runner:
-                return self._run_pass(func, name, *args, **kwargs)
+        if func in _RUNNERS:
+            return self._run_pass(func, args, kwargs)
         if not _is_in_pass(*self._start):
             return func(*args, **kwargs)
         mixes = len(floating_dtypes(tensors_in(args, kwargs))) > 1
@@ -59,37 +54,41 @@ class BackwardAutocast(TorchFunctionMode):
         return under(self._spec.device_types, self._spec.dtype, func, args, kwargs)
 
     @untraced_frame
-    def _run_pass(self, run: Any, name: str, tensors: Any, *inputs: Any, **options: Any) -> Any:
+    def _run_pass(self, run: Any, args: Args, kwargs: Kwargs) -> Any:
         """Runs a backward pass without casts, but with this mode, which is off in its own method.
 
         Args:
-            run: The function that runs the pass; torch passes it the first gradients by keyword.
-            name: The keyword of the first gradients.
-            tensors: The tensors to begin with.
-            inputs: The other positional arguments.
-            options: The keyword arguments.
+            run: The function that runs the pass.
+            args: Its positional arguments: the tensors to begin with, and for some the inputs.
+            kwargs: Its other arguments, which torch passes by keyword.
         """
-        gradients = options.get(name)
-        if gradients is None:
-            count = 1 if isinstance(tensors, Tensor) else len(tensors)
-            gradients = [None] * count
-        elif isinstance(gradients, Tensor):
-            gradients = [gradients]
+        retains = kwargs.get("retain_graph")
+        if retains is None:
+            retains = kwargs["create_graph"]
         self._start = threading.get_ident(), autocast_depth()
         with Casts(devices_on()), ExitStack() as until:
-            options[name] = _entering(self, until, gradients)
-            return run(tensors, *inputs, **options)
+            kwargs["retain_graph"] = _EntersMode(self, until, retains)
+            return run(*args, **kwargs)
 
 
-def _entering(mode: TorchFunctionMode, until: ExitStack, gradients: Iterable[Any]) -> Iterator[Any]:
-    """Yields a pass's first gradients, and enters a mode when torch reads them.
+class _EntersMode:
+    """A flag that enters a mode when torch's engine reads it, which then begins the pass.
 
-    A mode that is on at the call would handle the call itself, again and again. torch looks for
-    modes first, then reads the gradients, then starts the pass, so the mode is on only in the pass.
+    A mode that is on at the call would handle the call itself, again and again.
     """
-    mode.__enter__()  # type: ignore[no-untyped-call]
-    until.callback(leave_function_mode, mode)
-    yield from gradients
+
+    def __init__(self, mode: TorchFunctionMode, until: ExitStack, value: bool) -> None:
+        self._mode = mode
+        self._until = until
+        self._value = value
+
+    def __index__(self) -> int:
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._until.callback(leave_function_mode, self._mode)
+        return int(self._value)
+
+    def __bool__(self) -> bool:  # should torch read it so
+        return bool(self.__index__())
 
 
 @at_tracing
