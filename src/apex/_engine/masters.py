@@ -245,11 +245,6 @@ class MasterPair:
         return rounding.exact_value(self.model, self.master)
 
     @property
-    def is_stepped_elsewhere(self) -> bool:
-        """Whether an optimizer steps the master in another thread, so it may be half written."""
-        return self._master_version < 0 and self._master_version != -threading.get_ident()
-
-    @property
     def model_writes(self) -> int:
         """The number of counted writes to the model's parameter since the last sync."""
         return self.model._version - self._model_version
@@ -308,10 +303,13 @@ def make_master(exact: Tensor, master_class: type[nn.Parameter] = nn.Parameter) 
 def update_model_from_masters(pairs: Iterable[MasterPair]) -> None:
     """Rounds every written master into its model parameter, or leaves that to a step that runs."""
     written: list[MasterPair] = []
+    this_step = -threading.get_ident()
     with without_overrides():
         for pair in pairs:
-            is_written = pair.master._version != pair._master_version
-            if is_written and not pair.is_stepped_elsewhere:
+            before = pair._master_version
+            # An optimizer that steps the master in another thread may have written a half of it.
+            is_elsewhere = before < 0 and before != this_step
+            if pair.master._version != before and not is_elsewhere:
                 written.append(pair)
     if written:
         round_masters(written)

@@ -122,8 +122,7 @@ class ModelState:
     def await_backward(self, output: Any) -> None:
         """Prepares the gradients, when a backward pass reaches the output, for what it adds."""
         session = self.session
-        is_prepared = session.masters or (session.ddp.wrappers and session.has_scale)
-        if not is_prepared:
+        if not (session.masters or (session.ddp.wrappers and session.has_scale)):
             return
         if tree.before_backward(output, _PassBegins(self)):
             for wrapper in self._wrappers():

@@ -137,7 +137,7 @@ class PreparedOptimizer:
         created: dict[int, nn.Parameter] = {}
         pairs: list[MasterPair] = []
         with without_overrides():
-            for param in self.params():
+            for param in params_of(self._optimizer()):
                 if type(param) is masters.Master:
                     pair = param._apex_pair()
                     if pair is not None:
