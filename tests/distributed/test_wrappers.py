@@ -107,8 +107,11 @@ def sums_of_compiled(rank, level, compiled, ways):
             for index, way in enumerate(["sends", way_of_second]):
                 parallel, wrapper, around = calls[index]
                 value = torch.full((1, 1), 2.0**power * (1 + 2 * rank))
+                with torch.no_grad():
+                    next(amp.master_params(optimizers[index])).fill_(power + index)
                 with wrapper.no_sync() if way == "local" else contextlib.nullcontext():
                     loss = (around if way == "around" else parallel)(value).sum()
+                assert loss.item() == value.item() * (power + index)
                 if way == "empty":
                     with amp.scale_loss(loss, optimizers[index]):
                         continue
@@ -131,6 +134,7 @@ def sums_of_compiled(rank, level, compiled, ways):
         ("O1", compiled_inside, ["plain", "local", "sends"]),
         ("O1", compiled_around_a_part, ["local", "sends"]),
         ("O2", compiled_around_a_part, ["sends", "local", "sends"]),
+        ("O5", compiled_around_a_part, ["sends", "plain", "sends"]),
     ],
 )
 def test_ranks_share_sums_of_compiled_passes(on_two_ranks, level, compiled, ways):

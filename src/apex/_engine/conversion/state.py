@@ -73,7 +73,8 @@ class ModelState:
         self._region: Region | None = None
         # The wrappers of parts of the model at its first forward pass with gradients; a walk takes
         # 5 us a module.
-        self._parts: list[weakref.ref[DistributedDataParallel]] | None = None
+        self._parts: list[weakref.ref[DistributedDataParallel]] = []
+        self._has_searched = False
         # By ``id`` of a tensor: its entry in the state dict that is being made.
         self._saved = weakref.WeakValueDictionary[int, Tensor]()
 
@@ -117,10 +118,8 @@ class ModelState:
         is_traced = is_compiling() or is_tracing()
         if is_traced:
             self.begin_trace()
-        else:
-            self.use()
         if self._parts or not is_traced:
-            self.record_wrappers(traced=is_traced)
+            self.begin_call(traced=is_traced)
 
     def await_backward(self, output: Any) -> None:
         """Prepares the gradients, when a backward pass reaches the output, for what it adds."""
@@ -149,6 +148,11 @@ class ModelState:
         recompile_on_change(_before_compiled_code)
 
     @untraced
+    def begin_call(self, *, traced: bool) -> None:
+        """Rounds written masters, and records wrappers: a broken graph may run no guards."""
+        self.use()
+        self.record_wrappers(traced=traced)
+
     def record_wrappers(self, *, traced: bool) -> None:
         """Records the DDP wrappers of the model's parts, and the active one."""
         session = self.session
@@ -156,7 +160,11 @@ class ModelState:
         for wrapper in wrappers:
             watched = traced and session.follows_passes
             session.ddp.mark_forward(wrapper, watched=watched, drifts=session.drifts)
-        if traced and wrappers and session.has_scale and not session.masters:
+        if not (traced and wrappers):
+            return
+        if session.masters:
+            session.hook_pairs(session.masters.pairs_in(self.model))
+        elif session.has_scale:
             session.hook_params(params_in(self.model))
 
     def _wrappers(self) -> list[DistributedDataParallel]:
@@ -167,10 +175,8 @@ class ModelState:
         return [wrapper for wrapper in wrappers if wrapper is not None]
 
     def _wrapped_parts(self) -> list[weakref.ref[DistributedDataParallel]]:
-        if self._parts is None:
-            if not torch.is_grad_enabled():
-                return []
-            self._parts = []
+        if not self._has_searched and torch.is_grad_enabled():
+            self._has_searched = True
             for module in self.model.modules():
                 if isinstance(module, DistributedDataParallel):
                     self._parts.append(weakref.ref(module))
