@@ -83,6 +83,65 @@ def test_a_block_sends_what_compiled_passes_have_left_under_no_sync(on_two_ranks
     assert first == second
 
 
+def compiled_inside(model):
+    compiled = torch.compile(model, backend="eager")
+    wrapper = DistributedDataParallel(compiled)
+    return wrapper, wrapper, compiled
+
+
+def compiled_around_a_part(model):
+    model[0] = DistributedDataParallel(model[0])
+    compiled = torch.compile(model, backend="eager")
+    return compiled, model[0], compiled
+
+
+def sums_of_compiled(rank, level, compiled, ways):
+    """Gradients of two models of a class, which take turns, and the means of their sums."""
+    models = [nn.Sequential(nn.Linear(1, 1, bias=False)) for _ in range(2)]
+    optimizers = [loops.sgd(model.parameters()) for model in models]
+    cases.initialized(level, models, optimizers, loss_scale=8.0)
+    calls = [compiled(model) for model in models]
+    sums = [0.0, 0.0]
+    try:
+        for power, way_of_second in enumerate(ways):
+            for index, way in enumerate(["sends", way_of_second]):
+                parallel, wrapper, around = calls[index]
+                value = torch.full((1, 1), 2.0**power * (1 + 2 * rank))
+                with torch.no_grad():
+                    next(amp.master_params(optimizers[index])).fill_(power + index)
+                with wrapper.no_sync() if way == "local" else contextlib.nullcontext():
+                    loss = (around if way == "around" else parallel)(value).sum()
+                assert loss.item() == value.item() * (power + index)
+                if way == "empty":
+                    with amp.scale_loss(loss, optimizers[index]):
+                        continue
+                if way == "plain":
+                    loss.backward()
+                else:
+                    loops.scaled_backward(loss, optimizers[index])
+                sums[index] += 2.0**power * 2
+        return [param.grad.item() for model in models for param in model.parameters()], sums
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("level", "compiled", "ways"),
+    [
+        ("O1", compiled_inside, ["sends", "around", "sends"]),
+        ("O2", compiled_inside, ["sends", "around", "sends"]),
+        ("O1", compiled_inside, ["local", "empty", "sends"]),
+        ("O1", compiled_inside, ["plain", "local", "sends"]),
+        ("O1", compiled_around_a_part, ["local", "sends"]),
+        ("O2", compiled_around_a_part, ["sends", "local", "sends"]),
+        ("O5", compiled_around_a_part, ["sends", "plain", "sends"]),
+    ],
+)
+def test_ranks_share_sums_of_compiled_passes(on_two_ranks, level, compiled, ways):
+    for grads, sums in on_two_ranks(sums_of_compiled, level, compiled, ways):
+        assert grads == sums
+
+
 # -- parameters that some ranks do not use ---------------------------------------------------
 
 

@@ -50,7 +50,7 @@ def prepare(
         undo.callback(session.masters.release, model)
         casts.make_masters(session, model, before, optimizers)
         if not _has_forward(model):  # no hook of its output will run
-            session.hook_params(session.masters.pairs_in(model))
+            session.hook_pairs(session.masters.pairs_in(model))
     for optimizer in optimizers:
         prepare_optimizer(session, optimizer, undo)
     undo.callback(session.close)

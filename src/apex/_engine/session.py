@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar, Literal, Protocol, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex._core.op_table import AutocastSpec
 from apex._core.policy import Policy
@@ -131,8 +132,8 @@ class Session:
         # The prepared optimizers with their states, in the same order on all ranks: they
         # communicate for each in turn.
         self.members = weakref.WeakKeyDictionary[Optimizer, Member]()
-        # Pairs with a hook that prepares their gradient alone.
-        self._hooked = weakref.WeakKeyDictionary[MasterPair, object]()
+        # Parameters with a hook that prepares their gradient alone.
+        self._hooked: MutableMapping[Tensor, object] = WeakTensorKeyDictionary()
         self._models = weakref.WeakSet[nn.Module]()
         # What shares gradients among ranks.
         self.ddp = DDPWrappers()
@@ -192,15 +193,19 @@ class Session:
                 keep_narrow(pairs)
             at_end_of_pass(partial(self.ddp.end_pass, params, is_sent=is_sent))
 
-    def hook_params(self, pairs: Iterable[MasterPair]) -> None:
+    def hook_pairs(self, pairs: Iterable[MasterPair]) -> None:
+        """Prepares gradients by :meth:`hook_params`, if some have no hook."""
+        if len(self._hooked) != len(self.masters):
+            self.hook_params(pair.model for pair in pairs)
+
+    def hook_params(self, params: Iterable[Tensor]) -> None:
         """Prepares each gradient by a hook of its own, where no hook of an output runs."""
-        if len(self._hooked) == len(self.masters):
-            return
-        for pair in pairs:
-            if pair.model.requires_grad and pair not in self._hooked:
-                hook = _PassReaches(self, pair)
-                handle = pair.model.register_hook(hook)  # type: ignore[no-untyped-call]
-                self._hooked[pair] = weakref.finalize(pair, handle.remove)
+        for param in params:
+            if param.requires_grad and param not in self._hooked:
+                hook = _PassReaches(self, param)
+                handle = param.register_hook(hook)  # type: ignore[no-untyped-call]
+                owner = self.masters.pair_of(param) or self
+                self._hooked[param] = weakref.finalize(owner, handle.remove)
 
     # -- casts -------------------------------------------------------------------------------
 
@@ -241,6 +246,11 @@ class Session:
         return not all(scaler.is_identity for scaler in self.scalers)
 
     @property
+    def follows_passes(self) -> bool:
+        """Whether a backward pass concerns masters, or what ranks share of scaled gradients."""
+        return bool(self.masters or (self.ddp.wrappers and self.has_scale))
+
+    @property
     def can_skip(self) -> bool:
         """Whether an overflow skips steps."""
         return any(scaler.dynamic for scaler in self.scalers)
@@ -267,19 +277,20 @@ class Session:
 
 
 class _PassReaches:
-    """A hook of a 16-bit parameter, by which its gradient is prepared."""
+    """A hook of a parameter, by which its gradient is prepared."""
 
     __torch_unserializable__ = True
     """torch sends the parameter to other processes without the hook, and without a warning."""
 
-    def __init__(self, session: Session, pair: MasterPair) -> None:
+    def __init__(self, session: Session, param: Tensor) -> None:
         self._session = weakref.ref(session)
-        self._pair = weakref.ref(pair)
+        self._param = weakref.ref(param)
 
     @inlined  # a pass in a compiled function calls it as a frame of its own
     def __call__(self, gradient: object) -> None:
         session = self._session()
-        pair = self._pair()
+        param = self._param()
         is_traced = is_compiling()  # by compiled autograd
-        if session is not None and pair is not None and not is_traced:
-            session.prepare_grads([pair], [pair.model])
+        if session is not None and param is not None and not is_traced:
+            pair = session.masters.pair_of(param)
+            session.prepare_grads([] if pair is None else [pair], [param])

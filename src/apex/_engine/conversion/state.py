@@ -73,7 +73,8 @@ class ModelState:
         self._region: Region | None = None
         # The wrappers of parts of the model at its first forward pass with gradients; a walk takes
         # 5 us a module.
-        self._parts: list[weakref.ref[DistributedDataParallel]] | None = None
+        self._parts: list[weakref.ref[DistributedDataParallel]] = []
+        self._has_searched = False
         # By ``id`` of a tensor: its entry in the state dict that is being made.
         self._saved = weakref.WeakValueDictionary[int, Tensor]()
 
@@ -112,23 +113,24 @@ class ModelState:
     def begin_forward(self) -> None:
         """Rounds written masters into the model, and records the DDP wrappers around and in it.
 
-        A pass that is being traced only records the wrappers. Guards of compiled code round.
+        Guards of compiled code do so for the active wrapper. Those in a model break its graph.
         """
         is_traced = is_compiling() or is_tracing()
-        if not is_traced:
-            self.use()
-        self.record_wrappers(traced=is_traced)
+        if is_traced:
+            self.begin_trace()
+        if self._parts or not is_traced:
+            self.begin_call(traced=is_traced)
 
     def await_backward(self, output: Any) -> None:
         """Prepares the gradients, when a backward pass reaches the output, for what it adds."""
         session = self.session
-        if not (session.masters or (session.ddp.wrappers and session.has_scale)):
+        if not session.follows_passes:
             return
         if tree.before_backward(output, _PassBegins(self)):
             for wrapper in self._wrappers():
                 session.ddp.watch(wrapper)
         elif torch.is_grad_enabled():  # the script may find the loss elsewhere
-            session.hook_params(session.masters.pairs_in(self.model))
+            session.hook_pairs(session.masters.pairs_in(self.model))
 
     def begin_pass(self) -> None:
         """Prepares the gradients: a backward pass has reached an output."""
@@ -139,18 +141,31 @@ class ModelState:
             self.session.prepare_grads(pairs, params)
 
     @at_tracing  # before torch 2.12, not for a function that gets a module
-    def record_wrappers(self, *, traced: bool) -> None:
-        """Records the DDP wrappers of the model's parts, and the active one.
+    def begin_trace(self) -> None:
+        """Records the DDP wrappers, and what comes before each run of the code."""
+        self.record_wrappers(traced=True)
+        recompile_on_change(_reference_to_wrapper)
+        recompile_on_change(_before_compiled_code)
 
-        In a trace, also what comes before each run of the code.
-        """
-        wrappers = self._wrappers()
-        if traced:
-            recompile_on_change(_reference_to_wrapper)
-            recompile_on_change(_before_compiled_code)
+    @untraced
+    def begin_call(self, *, traced: bool) -> None:
+        """Rounds written masters, and records wrappers: a broken graph may run no guards."""
+        self.use()
+        self.record_wrappers(traced=traced)
+
+    def record_wrappers(self, *, traced: bool) -> None:
+        """Records the DDP wrappers of the model's parts, and the active one."""
         session = self.session
+        wrappers = self._wrappers()
         for wrapper in wrappers:
-            session.ddp.mark_forward(wrapper, traced=traced, drifts=session.drifts)
+            watched = traced and session.follows_passes
+            session.ddp.mark_forward(wrapper, watched=watched, drifts=session.drifts)
+        if not (traced and wrappers):
+            return
+        if session.masters:
+            session.hook_pairs(session.masters.pairs_in(self.model))
+        elif session.has_scale:
+            session.hook_params(params_in(self.model))
 
     def _wrappers(self) -> list[DistributedDataParallel]:
         if not ranks.is_running():
@@ -160,10 +175,8 @@ class ModelState:
         return [wrapper for wrapper in wrappers if wrapper is not None]
 
     def _wrapped_parts(self) -> list[weakref.ref[DistributedDataParallel]]:
-        if self._parts is None:
-            if not torch.is_grad_enabled():
-                return []
-            self._parts = []
+        if not self._has_searched and torch.is_grad_enabled():
+            self._has_searched = True
             for module in self.model.modules():
                 if isinstance(module, DistributedDataParallel):
                     self._parts.append(weakref.ref(module))
@@ -292,8 +305,8 @@ def _before_compiled_code() -> None:
     """
     for session in Session.live:
         session.masters.update_models()
-        session.hook_params(session.masters.pairs())
-        session.ddp.mark_compiled_forward(watched=bool(session.masters))
+        session.hook_pairs(session.masters.pairs())
+        session.ddp.mark_compiled_forward(watched=session.follows_passes)
 
 
 def _reference_to_wrapper() -> weakref.ref[nn.Module] | None:

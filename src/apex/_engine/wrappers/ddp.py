@@ -23,7 +23,6 @@ class _WrapperState:
         sent: Ids of the parameters whose gradients it averages over all ranks.
         sends: Whether a forward pass under it will send its gradients, as the next pass does;
             ``None`` without a forward pass since the last pass.
-        traced: Whether its forward passes are compiled.
         watched: Whether an output of its last forward pass, or hooks of all its parameters, tell
             when a pass begins.
         shared: Whether its masters have been made equal on all ranks.
@@ -33,15 +32,14 @@ class _WrapperState:
 
     sent: set[int]
     sends: bool | None = None
-    traced: bool = False
     watched: bool = False
     shared: bool = False
     is_local: bool = True
 
-    def mark_forward(self, wrapper: DistributedDataParallel) -> None:
+    def mark_forward(self, wrapper: DistributedDataParallel, *, watched: bool) -> None:
         """Records whether a forward pass that begins now will send its gradients."""
         if torch.is_grad_enabled():
-            self.watched = False
+            self.watched = watched
             self.sends = ddp.sends(wrapper) or bool(self.sends)
             self.is_local |= not self.sends
 
@@ -72,12 +70,14 @@ class DDPWrappers:
         """Accepts wrappers that were made before the parameters were cast, on all ranks alike."""
         self._may_wrap_first = True
 
-    def mark_forward(self, wrapper: DistributedDataParallel, *, traced: bool, drifts: bool) -> None:
+    def mark_forward(
+        self, wrapper: DistributedDataParallel, *, watched: bool, drifts: bool
+    ) -> None:
         """Records that a model's forward pass begins under a wrapper, and if that sends gradients.
 
         Args:
             wrapper: The wrapper.
-            traced: Whether the pass is being compiled, or runs in compiled code.
+            watched: Whether hooks of parameters tell when a pass begins.
             drifts: Whether there is state that ``join`` does not share among ranks.
 
         Raises:
@@ -101,21 +101,14 @@ class DDPWrappers:
                 "scales among ranks. Use opt_level='O4', or give all ranks as many batches: "
                 "DistributedSampler does."
             )
-        state = self.wrappers[wrapper]
-        state.traced |= traced
-        state.mark_forward(wrapper)
+        self.wrappers[wrapper].mark_forward(wrapper, watched=watched)
 
     def mark_compiled_forward(self, *, watched: bool) -> None:
-        """Records that compiled code runs: of the active wrapper's model, or around wrappers.
-
-        Args:
-            watched: Whether hooks of parameters tell when a pass begins.
-        """
+        """As :meth:`mark_forward`, where compiled code runs under the active wrapper, if known."""
         active = ddp.active_wrapper()
         for wrapper, state in self.wrappers.items():
-            if state.traced and (active is None or active is wrapper):
-                state.mark_forward(wrapper)
-                state.watched = watched
+            if wrapper is active:
+                state.mark_forward(wrapper, watched=watched)
 
     def reused(self, params: Sequence[Tensor]) -> set[int]:
         """Returns ids of the parameters whose gradients are views of buffers of their wrappers."""
