@@ -194,7 +194,7 @@ class Session:
             at_end_of_pass(partial(self.ddp.end_pass, params, is_sent=is_sent))
 
     def hook_pairs(self, pairs: Iterable[MasterPair]) -> None:
-        """Prepares gradients by :meth:`hook_params`, if some have no hook."""
+        """Hooks parameters with masters, as :meth:`hook_params`, if some have no hook yet."""
         if len(self._hooked) != len(self.masters):
             self.hook_params(pair.model for pair in pairs)
 

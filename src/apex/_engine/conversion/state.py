@@ -113,13 +113,14 @@ class ModelState:
     def begin_forward(self) -> None:
         """Rounds written masters into the model, and records the DDP wrappers around and in it.
 
-        Guards of compiled code do so for the active wrapper. Those in a model break its graph.
+        In compiled code, guards do so before each run. Where wrappers in the model break its graph,
+        a call that is not traced does so, as the rest of the graph may have no guards.
         """
         is_traced = is_compiling() or is_tracing()
         if is_traced:
             self.begin_trace()
         if self._parts or not is_traced:
-            self.begin_call(traced=is_traced)
+            self.begin_untraced(traced=is_traced)
 
     def await_backward(self, output: Any) -> None:
         """Prepares the gradients, when a backward pass reaches the output, for what it adds."""
@@ -148,13 +149,16 @@ class ModelState:
         recompile_on_change(_before_compiled_code)
 
     @untraced
-    def begin_call(self, *, traced: bool) -> None:
-        """Rounds written masters, and records wrappers: a broken graph may run no guards."""
+    def begin_untraced(self, *, traced: bool) -> None:
+        """Rounds written masters, and records wrappers."""
         self.use()
         self.record_wrappers(traced=traced)
 
     def record_wrappers(self, *, traced: bool) -> None:
-        """Records the DDP wrappers of the model's parts, and the active one."""
+        """Records that a forward pass begins under the wrappers.
+
+        A traced one has no hook of its output: hooks of the parameters tell of its backward pass.
+        """
         session = self.session
         wrappers = self._wrappers()
         for wrapper in wrappers:
@@ -168,6 +172,7 @@ class ModelState:
             session.hook_params(params_in(self.model))
 
     def _wrappers(self) -> list[DistributedDataParallel]:
+        """Returns the DDP wrappers in the model, and the active one."""
         if not ranks.is_running():
             return []
         wrappers = [part() for part in self._wrapped_parts()]
