@@ -204,6 +204,7 @@ class Session:
             if param.requires_grad and param not in self._hooked:
                 hook = _PassReaches(self, param)
                 handle = param.register_hook(hook)  # type: ignore[no-untyped-call]
+                # Without a master, it is the session that the hook serves.
                 owner = self.masters.pair_of(param) or self
                 self._hooked[param] = weakref.finalize(owner, handle.remove)
 

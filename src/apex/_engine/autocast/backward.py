@@ -87,7 +87,7 @@ class _EntersMode:
         self._until.callback(leave_function_mode, self._mode)
         return int(self._value)
 
-    def __bool__(self) -> bool:  # should torch read it so
+    def __bool__(self) -> bool:  # for a release of torch that reads a bool in place of a number
         return bool(self.__index__())
 
 

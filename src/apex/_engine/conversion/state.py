@@ -74,6 +74,7 @@ class ModelState:
         # The wrappers of parts of the model at its first forward pass with gradients; a walk takes
         # 5 us a module.
         self._parts: list[weakref.ref[DistributedDataParallel]] = []
+        # Whether they were searched for.
         self._has_searched = False
         # By ``id`` of a tensor: its entry in the state dict that is being made.
         self._saved = weakref.WeakValueDictionary[int, Tensor]()

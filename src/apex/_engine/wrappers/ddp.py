@@ -106,9 +106,8 @@ class DDPWrappers:
     def mark_compiled_forward(self, *, watched: bool) -> None:
         """As :meth:`mark_forward`, where compiled code runs under the active wrapper, if known."""
         active = ddp.active_wrapper()
-        for wrapper, state in self.wrappers.items():
-            if wrapper is active:
-                state.mark_forward(wrapper, watched=watched)
+        if active is not None and active in self.wrappers:
+            self.wrappers[active].mark_forward(active, watched=watched)
 
     def reused(self, params: Sequence[Tensor]) -> set[int]:
         """Returns ids of the parameters whose gradients are views of buffers of their wrappers."""
