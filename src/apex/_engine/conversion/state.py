@@ -152,7 +152,8 @@ class ModelState:
     @untraced
     def begin_untraced(self, *, traced: bool) -> None:
         """Rounds written masters, and records wrappers."""
-        self.use()
+        if self.plan.casts_down:
+            self.use()
         self.record_wrappers(traced=traced)
 
     def record_wrappers(self, *, traced: bool) -> None:
@@ -189,10 +190,9 @@ class ModelState:
         return self._parts
 
     def use(self, reader: FrameType | None = None) -> None:
-        """Rounds written masters into the model, for a forward or for what reads a method."""
+        """Rounds written masters into a 16-bit model, whose forward or method is used."""
         with unrecorded():
-            if self.plan.casts_down:
-                self.session.masters.update_model(self.model)
+            self.session.masters.update_model(self.model)
             self.session.observer.model_used(self, reader)
 
     # -- hooks of modules --------------------------------------------------------------------

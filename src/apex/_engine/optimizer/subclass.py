@@ -82,7 +82,6 @@ class AmpOptimizer(Optimizer):
         Takes that method's arguments: ``set_to_none`` in torch's.
         """
         prepared = self._apex_prepared
-        prepared.note_thread()
         cleared = prepared.trained_params()
         own_method: Any = super().zero_grad
         function = getattr(own_method, "__func__", own_method)

@@ -23,7 +23,6 @@ class Losses:
         self._copies: Readback[int] | None = Readback()
         self._count = 0
 
-    @suspend_modes()  # a trace would list these operators
     def check(self, loss_id: int, loss: Tensor) -> None:
         """Checks the first 32, and then one in 32: once the weights are NaN, each loss is."""
         if self._copies is None or type(loss) is not Tensor or loss.is_meta or not loss.numel():
@@ -31,8 +30,9 @@ class Losses:
         self._count += 1
         if self._count > 32 and self._count % 32:
             return
-        value = loss.detach() if loss.numel() == 1 else loss.detach().abs().max()
-        self._copies.send(loss_id, value.reshape(1))
+        with suspend_modes():  # a trace would list these operators
+            value = loss.detach() if loss.numel() == 1 else loss.detach().abs().max()
+            self._copies.send(loss_id, value.reshape(1))
         if not all(math.isfinite(value) for _, (value,) in self._copies.poll()):
             self._copies = None
             _log.warning(
