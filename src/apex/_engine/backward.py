@@ -146,7 +146,8 @@ class BackwardPass:
         try:
             with without_overrides():
                 self._make_room()
-                self._scale_unsent()
+                if self.scaled:
+                    self._scale_unsent()
             if self._spec is not None:
                 self._contexts.enter_context(BackwardAutocast(self._spec))
         except BaseException as error:
@@ -174,7 +175,7 @@ class BackwardPass:
         """Scales what FSDP2 keeps of earlier passes until a later one sends it, for the block."""
         for session in Session.live:
             is_beside = session.thread is self.session.thread
-            if self.scaled and is_beside and session.shards.groups:
+            if is_beside and session.shards.groups:
                 unsent = session.shards.unsent_scaled(self._scale)
                 self._contexts.enter_context(unsent)
 
