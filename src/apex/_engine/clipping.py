@@ -53,6 +53,9 @@ def clip_grad_norm_(
 
 
 def _divide_(grads: list[Tensor], divisor: Tensor) -> None:
-    factor = divisor.reciprocal()  # fp16 holds it, unlike large divisors
     for same in group(grads):
-        torch._foreach_mul_(same, moved(factor, same[0].device, same[0].dtype))
+        first = same[0]
+        factor = torch.empty((), dtype=first.dtype, device=first.device)
+        # One kernel, with the cast. fp16 holds the factor, unlike large divisors.
+        torch.reciprocal(moved(divisor, first.device), out=factor)
+        torch._foreach_mul_(same, factor)
