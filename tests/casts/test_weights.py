@@ -617,6 +617,26 @@ def test_functions_of_a_script_share_casts_in_a_block_of_autocast(function, leve
         assert kept_in_a_loop(step, layer) == kept > 0
 
 
+def casts_of(weight, output):
+    """The number of a weight's casts in the graph of an output."""
+    casts = 0
+    nodes = [output.grad_fn]
+    for node in nodes:  # which grows meanwhile
+        for following, _ in node.next_functions:
+            if getattr(following, "variable", None) is weight:
+                casts += 1
+            elif following is not None and following not in nodes:
+                nodes.append(following)
+    return casts
+
+
+def test_a_cell_casts_weights_once_that_no_graph_saves(level):
+    """Neither the inputs nor the first states need gradients."""
+    model, _ = prepared(level, model=nn.LSTMCell(4, 4), loss_scale=1.0)
+    output = sum(model(x)[0] for x in X.split(1)).sum()
+    assert [casts_of(weight, output) for weight in model.parameters()] == [1] * 4
+
+
 def test_a_registered_function_casts_a_weight_once_and_sees_a_write(level):
     functions = types.ModuleType("functions")
     functions.product = lambda x, weight: x @ weight

@@ -7,7 +7,8 @@ Note [Shared casts]
 
     torch's kernels share in its cache, in forward passes of prepared models. The cache stays from
     one pass to the next while an output awaits its backward pass and all weights are as before.
-    Our own kernels compare in each call, anywhere, and share the casts that a graph has saved.
+    Our own kernels compare in each call, anywhere. They share the casts that a graph has saved, and
+    all that were made while torch's cache is kept.
 
     A backward pass, a step and the end of a session drop all casts. A forward pass without
     gradients drops its own, and does without torch's cache while that is kept for an output.
@@ -48,6 +49,8 @@ class SharedCasts:
         self._saved = weakref.WeakValueDictionary[tuple[object, ...], Tensor]()
         # Models whose casts torch's cache may hold, with the state of their weights.
         self._cached: dict[_Weights, object] = {}
+        # What is kept of the former with that cache: a graph does not save all of its weights.
+        self._kept: list[Tensor] = []
         # The hook of outputs that await their backward passes, which lives as long as a graph.
         self._hook: weakref.ref[Callable[..., None]] = _NONE
         # The weights of each model, as a walk takes 5 us a module.
@@ -69,6 +72,8 @@ class SharedCasts:
         shared = to_dtype(tensor, dtype)
         shared.grad_fn.register_prehook(self.drop)  # type: ignore[union-attr]
         self._saved[key] = shared
+        if self._cached:  # else a graph alone keeps it
+            self._kept.append(shared)
         return shared
 
     def begin_forward(
@@ -128,6 +133,7 @@ class SharedCasts:
     def _clear_cache(self) -> None:
         self._hook = _NONE
         self._cached.clear()
+        self._kept.clear()
         torch.clear_autocast_cache()
 
     def _weights_of(self, model: nn.Module) -> _Weights:
