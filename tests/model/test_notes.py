@@ -273,6 +273,15 @@ def test_a_discriminator_that_is_frozen_for_a_while_is_not_named(caplog, level):
     assert not messages(caplog)
 
 
+def test_weights_that_an_optimizer_of_another_call_trains_are_not_named(caplog, level):
+    model = converted(nn.Sequential(nn.Linear(4, 4)), level)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(nn.Identity(), optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
+    for _ in range(4):
+        descend(model(torch.ones(2, 4)).mean(), optimizer)
+    assert not messages(caplog)
+
+
 def test_the_remedy_for_frozen_weights_of_the_model_itself_is_one(caplog):
     model = converted(nn.Linear(4, 4).requires_grad_(False))
     for _ in range(4):

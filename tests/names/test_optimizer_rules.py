@@ -23,10 +23,11 @@ class LowSGD(plain_optimizers.SGD):
 ADAM = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 SGD = {"lr": 0.05, "momentum": 0.9}
 LAMB = {**ADAM, "max_grad_norm": 1.0}
+NO_AVERAGE = {"betas": (0, 0.95)}
 # Optimizers, their rules, common options, and variants of them.
 RULES = {
     "adam": (optimizers.FusedAdam, plain_optimizers.Adam, ADAM, [
-        {}, {"adam_w_mode": False}, {"weight_decay": 0.0}, {"bias_correction": False}]),
+        {}, {"adam_w_mode": False}, {"weight_decay": 0.0}, {"bias_correction": False}, NO_AVERAGE]),
     "sgd": (optimizers.FusedSGD, plain_optimizers.SGD, SGD, [
         {}, {"momentum": 0.0}, {"momentum": 0.0, "weight_decay": 0.1}, {"weight_decay": 0.1},
         {"dampening": 0.5}, {"nesterov": True}, {"nesterov": True, "weight_decay": 0.1},
@@ -36,12 +37,13 @@ RULES = {
     "lamb": (optimizers.FusedLAMB, plain_optimizers.LAMB, LAMB, [
         {}, {"weight_decay": 0.0}, {"weight_decay": 0.0, "use_nvlamb": True},
         {"adam_w_mode": False}, {"grad_averaging": False, "max_grad_norm": 1e9},
-        {"bias_correction": False}]),
+        {"bias_correction": False}, NO_AVERAGE]),
     "mixed lamb": (optimizers.FusedMixedPrecisionLamb, plain_optimizers.LAMB, LAMB, [{}]),
     "novograd": (optimizers.FusedNovoGrad, plain_optimizers.NovoGrad, ADAM, [
         {}, {"reg_inside_moment": True}, {"norm_type": 0}, {"init_zero": True},
         {"grad_averaging": False, "bias_correction": False},
-        {"reg_inside_moment": True, "norm_type": 0, "init_zero": True}]),
+        {"reg_inside_moment": True, "norm_type": 0, "init_zero": True},
+        NO_AVERAGE, {"reg_inside_moment": True, **NO_AVERAGE}]),
     "adagrad": (optimizers.FusedAdagrad, plain_optimizers.Adagrad,
         {"lr": 0.05, "eps": 1e-6, "weight_decay": 0.1}, [{}, {"adagrad_w_mode": True}]),
     "contrib's adam": (contrib.FusedAdam, plain_optimizers.LegacyAdam, {**ADAM, "eps": 1e-4}, [

@@ -64,6 +64,8 @@ def sgd_(
     fused = foreach.fused_kernel("_fused_sgd_", grads[0].device)
     if (decays_late and rule.weight_decay) or any(map(is_low_precision, buffers)):
         fused = None
+    if buffers and not rule.momentum:  # torch's kernel takes none; NovoGrad's beta may be 0
+        fused = None
     changed = [params, buffers] if buffers else [params]
     with working(grads, *changed, skip=None if fused else skip) as (grads, params, *momenta):
         wide_buffers = momenta[0] if momenta else []

@@ -20,7 +20,7 @@ from apex._core import dtypes, tree
 from apex._core.arguments import positional_names
 from apex._core.samples import sample
 from apex._engine.conversion.state import ModelState
-from apex._engine.optimizer.prepared import optimizers_of
+from apex._engine.optimizer.prepared import live_optimizers
 from apex._engine.scaler import Readback
 from apex._engine.watch.sums import Mark, Sums
 from apex._torch.copies import is_readable
@@ -190,12 +190,12 @@ class Writes:
         buffers.
         """
         pair_of = state.session.masters.pair_of
-        stepped = _stepped(state)
+        stepped = _stepped()
         watched: list[tuple[str, Tensor]] = []
         for name, param in named_parameters(model):
             is_trained = id(param) in stepped
-            if pair_of(param) is None and param.requires_grad:
-                is_trained = bool(state.session.members)
+            if pair_of(param) is None and param.requires_grad and state.session.members:
+                is_trained = True
             if not is_trained:
                 watched.append((name, param))
         if model.training:
@@ -329,13 +329,13 @@ def _by_name(names: Sequence[str], call: tree.Call) -> _Arguments:
     return named
 
 
-def _stepped(state: ModelState) -> set[int]:
-    """Returns the ids of the parameters that the optimizers of a model's session step.
+def _stepped() -> set[int]:
+    """Returns the ids of the parameters that prepared optimizers step, of whatever session.
 
     An optimizer with masters steps no others: it may hold a momentum encoder, which is frozen.
     """
     stepped: set[int] = set()
-    for prepared in optimizers_of(state.session):
+    for prepared in live_optimizers():
         with_master = [pair.model for pair in prepared.pairs]
         stepped.update(map(id, with_master or prepared.trained_params()))
     return stepped

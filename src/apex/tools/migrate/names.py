@@ -158,6 +158,10 @@ class _Visitor(ast.NodeVisitor):
         function = self._full_name(node.func)
         if function == LOAD and "weights_only" not in keywords:
             yield LOAD
+        for keyword in node.keywords:
+            refused = f"{function}({keyword.arg})"
+            if refused in GONE and ast.unparse(keyword.value).startswith("(0,"):
+                yield refused
         models = map(self._full_name, node.args[:1])
         if function == "apex.amp.initialize" and _WRAPPED_MODEL in models:
             yield WRAPPED
