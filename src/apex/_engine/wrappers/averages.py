@@ -1,14 +1,27 @@
-"""torch's ``AveragedModel``: its functions average in fp32, and refuse a model's 16-bit weights."""
+"""What averages a model's weights: torch's ``AveragedModel``, and callbacks of Lightning."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import FrameType
 
-from torch.optim.swa_utils import AveragedModel
+from torch import Tensor
 
-_UPDATE = AveragedModel.update_parameters.__code__
+from apex._engine.masters import MasterTable
+
+_View = Callable[[MasterTable, Tensor], Tensor]
+
+_VIEWS: dict[object, _View] = {
+    "torch.optim.swa_utils": MasterTable.in_fp32,
+    # These also write the averages into the model.
+    "lightning.pytorch.callbacks.weight_averaging": MasterTable.master_of,
+    "lightning.pytorch.callbacks.stochastic_weight_avg": MasterTable.master_of,
+    "pytorch_lightning.callbacks.weight_averaging": MasterTable.master_of,
+    "pytorch_lightning.callbacks.stochastic_weight_avg": MasterTable.master_of,
+}
+"""By module: what its code gets for a model's tensor."""
 
 
-def averages(reader: FrameType) -> bool:
-    """Returns whether a frame reads a model's parameters in order to average them."""
-    return reader.f_code is _UPDATE
+def view_for(reader: FrameType) -> _View | None:
+    """Returns what a frame that averages gets for a model's tensor; ``None`` for other frames."""
+    return _VIEWS.get(reader.f_globals.get("__name__"))
