@@ -9,19 +9,13 @@ from torch import Tensor
 
 from apex._engine.masters import MasterTable
 
-_View = Callable[[MasterTable, Tensor], Tensor]
-
-_VIEWS: dict[object, _View] = {
-    "torch.optim.swa_utils": MasterTable.in_fp32,
-    # These also write the averages into the model.
-    "lightning.pytorch.callbacks.weight_averaging": MasterTable.master_of,
-    "lightning.pytorch.callbacks.stochastic_weight_avg": MasterTable.master_of,
-    "pytorch_lightning.callbacks.weight_averaging": MasterTable.master_of,
-    "pytorch_lightning.callbacks.stochastic_weight_avg": MasterTable.master_of,
-}
-"""By module: what its code gets for a model's tensor."""
+_CALLBACKS = ("callbacks.weight_averaging", "callbacks.stochastic_weight_avg")
+"""Lightning's modules, which also write the averages into the model."""
 
 
-def view_for(reader: FrameType) -> _View | None:
+def view_for(reader: FrameType) -> Callable[[MasterTable, Tensor], Tensor] | None:
     """Returns what a frame that averages gets for a model's tensor; ``None`` for other frames."""
-    return _VIEWS.get(reader.f_globals.get("__name__"))
+    module = str(reader.f_globals.get("__name__"))
+    if module == "torch.optim.swa_utils":
+        return MasterTable.in_fp32
+    return MasterTable.master_of if module.endswith(_CALLBACKS) else None
