@@ -17,6 +17,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 level = loops.at_levels(*loops.MIXED)
 
 
+@pytest.fixture
+def peft():
+    return need("peft")  # a log of its import keeps the caller's frame alive
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -39,7 +44,7 @@ def test_safetensors_saves_tied_weights_for_a_plain_model(level, tmp_path):
 
 
 def test_a_pretrained_model_loads_as_trained(level, tmp_path):
-    transformers = pytest.importorskip("transformers")
+    transformers = need("transformers")
     torch.manual_seed(0)
     options = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 50, "n_positions": 16}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**options))
@@ -69,8 +74,7 @@ def test_torchao_quantizes_the_model_and_its_copy(level, frozen, name):
                 torch.testing.assert_close(each(x).float(), expected, rtol=0.05, atol=0.05)
 
 
-def test_an_adapter_is_merged_into_the_plain_copy(level):
-    peft = pytest.importorskip("peft")
+def test_an_adapter_is_merged_into_the_plain_copy(peft, level):
     base = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     config = peft.LoraConfig(target_modules=["0"], init_lora_weights=False)
     model, _optimizer = loops.prepared(level, model=peft.get_peft_model(base, config))
@@ -80,6 +84,20 @@ def test_an_adapter_is_merged_into_the_plain_copy(level):
         expected = plain(x)
         merged = plain.merge_and_unload()
         torch.testing.assert_close(merged(x), expected, rtol=0.0, atol=1e-6)
+
+
+def test_adapters_in_fp32_load_to_the_last_bit_and_train_on(peft, level, tmp_path):
+    base = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["0"]))
+    options = {"fp32_modules": ["*.lora_*"]} if level in loops.WITH_MASTERS else {}
+    model, optimizer = loops.trained(level, model=model, **options)
+    model.save_pretrained(tmp_path)
+    saved = dict(copy.deepcopy(model.state_dict()))
+    for _ in range(2):
+        loops.train(model, optimizer)
+        assert not loops.same(dict(model.state_dict()), saved)
+        model.load_adapter(tmp_path, "default", is_trainable=True)  # as the Trainer resumes
+        assert loops.same(dict(model.state_dict()), saved)
 
 
 @pytest.mark.parametrize("dynamo", [False, True])

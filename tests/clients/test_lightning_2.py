@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 from torch.testing import assert_close
 
 from apex import amp
@@ -122,6 +123,29 @@ def test_a_step_that_overflows_is_skipped_and_halves_the_scale(pl):
     assert torch.equal(seen[0], before)
     assert not torch.equal(seen[1], before)
     assert made.precision_plugin.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**15
+
+
+AVERAGES = [
+    ("WeightAveraging", {}, "on_train_batch_end"),
+    ("StochasticWeightAveraging", {"swa_lrs": 2e-2, "swa_epoch_start": 1}, "on_train_epoch_start"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "hook"), AVERAGES)
+def test_a_callback_s_average_is_in_fp32_and_ends_in_the_module(pl, level, name, options, hook):
+    module, twin = classifier(pl), classifier(pl)
+    expected = AveragedModel(twin)
+
+    def update(*_):
+        if module.current_epoch < 2:  # a third renews the batch norm of the average
+            twin.load_state_dict(module.state_dict())
+            expected.update_parameters(twin)
+
+    setattr(module, hook, update)
+    callback = getattr(pl.callbacks, name)(**options)
+    trainer(pl, precision(level), callbacks=callback).fit(module, data(), data())
+    for found, average in zip(module.parameters(), expected.parameters(), strict=True):
+        assert_close(found, average, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("level", ["O0", "O5"])

@@ -263,6 +263,24 @@ def test_an_object_whose_to_takes_no_dtype_or_casts_nothing_stays():
         assert batch.x is before
 
 
+@pytest.mark.parametrize("base", [dict, UserDict])
+def test_the_items_of_a_dict_are_cast_whatever_its_to_takes(base):
+    class Moving(base):
+        """Moves between devices alone, as a tokenizer's batch does."""
+
+        def to(self, device):
+            if isinstance(device, torch.dtype):
+                raise TypeError
+            return self
+
+    batch = Moving(ids=IDS, x=torch.ones(2))
+    model = converted(Echo())
+    output = model(batch)
+    seen = model.seen[0][0]
+    assert [type(seen), seen["x"].dtype, seen["ids"] is IDS] == [Moving, LOW, True]
+    assert [type(output), output["x"].dtype] == [Moving, torch.float32]
+
+
 def test_packed_sequences_are_cast_or_stay_by_their_data():
     model = converted(Echo())
     floating = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
@@ -29,10 +29,10 @@ Call = tuple[Args, Kwargs]
 def map_leaves(fn: LeafFunction, obj: T) -> T:
     """Returns ``obj`` with ``fn`` applied to its leaves, in any nesting.
 
-    Leaves are tensors, and objects other than modules whose class has a method ``to``. Lists,
-    tuples, deques, mappings and dataclasses are searched. Containers keep their types and are not
-    modified; one in which nothing changes is returned itself. A mapping that cannot be copied
-    becomes a dict, as in apex. Everything else is returned unchanged.
+    Leaves are tensors, and objects other than modules and dicts whose class has a method ``to``.
+    Lists, tuples, deques, mappings and dataclasses are searched. Containers keep their types and
+    are not modified; one in which nothing changes is returned itself. A mapping that cannot be
+    copied becomes a dict, as in apex. Everything else is returned unchanged.
 
     Args:
         fn: Called with each leaf; returns the replacement, or the same leaf for no change.
@@ -187,9 +187,9 @@ def _replacement(fn: LeafFunction, obj: Any, outer: tuple[Any, ...] = ()) -> Any
     if isinstance(obj, (nn.Module, type)):
         return _SAME
     # An object's own ``to`` takes precedence over its base type: a packed sequence is a named
-    # tuple, a tokenizer's batch a dict. Looked up on the class: instances of attribute-style dicts
-    # seem to have every attribute.
-    if callable(getattr(type(obj), "to", None)):
+    # tuple. Not that of a dict, such as a tokenizer's batch, which may take devices alone.
+    is_dict = isinstance(obj, (dict, UserDict))
+    if not is_dict and callable(getattr(type(obj), "to", None)):
         new = fn(obj)
         return _SAME if new is obj else new
     items: Iterable[tuple[Any, Any]]

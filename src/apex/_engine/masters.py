@@ -643,13 +643,19 @@ class MasterTable:
         update_model_from_masters([pair])
         return pair.master
 
+    def master_of(self, tensor: Tensor) -> Tensor:
+        """Returns a parameter's master, which follows it before; other tensors unchanged."""
+        pair = self.pair_of(tensor)
+        if pair is None or pair.master.device != tensor.device:
+            return tensor
+        update_masters_from_model([pair])
+        return pair.master
+
     def in_fp32(self, tensor: Tensor) -> Tensor:
         """Returns the exact fp32 value of a 16-bit tensor, to be read only; others unchanged."""
-        pair = self.pair_of(tensor)
-        if pair is not None and pair.counts_as_synced:
-            return pair.master
-        if not dtypes.is_low_precision(tensor):
-            return tensor
+        master = self.master_of(tensor)
+        if not dtypes.is_low_precision(master):
+            return master
         return rounding.exact_value(tensor, self.exact_value(tensor))
 
     def __len__(self) -> int:

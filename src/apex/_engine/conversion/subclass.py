@@ -33,7 +33,7 @@ from apex._engine.conversion.copies import (
 from apex._engine.conversion.state import ModelState, state_of
 from apex._engine.masters import mark_zeros, without_grad
 from apex._engine.session import STATE
-from apex._engine.wrappers.averages import averages
+from apex._engine.wrappers.averages import view_for
 from apex._torch.dynamo import is_compiling, is_exporting_onnx
 from apex._torch.modules import params_in
 
@@ -191,9 +191,11 @@ class _Method:
             raise RuntimeError(_ONNX)
         state = _own_state(model)
         reader = sys._getframe(1)
-        if averages(reader):
+        view = view_for(reader)
+        if view is not None:
             state.use()
-            return lambda: map(state.session.masters.in_fp32, function(model))
+            shown = functools.partial(view, state.session.masters)
+            return lambda: map(shown, function(model))
         state.use(reader)
         return MethodType(function, model)
 

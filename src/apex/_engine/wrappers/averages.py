@@ -1,14 +1,21 @@
-"""torch's ``AveragedModel``: its functions average in fp32, and refuse a model's 16-bit weights."""
+"""What averages a model's weights: torch's ``AveragedModel``, and callbacks of Lightning."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import FrameType
 
-from torch.optim.swa_utils import AveragedModel
+from torch import Tensor
 
-_UPDATE = AveragedModel.update_parameters.__code__
+from apex._engine.masters import MasterTable
+
+_CALLBACKS = ("callbacks.weight_averaging", "callbacks.stochastic_weight_avg")
+"""Lightning's modules, which also write the averages into the model."""
 
 
-def averages(reader: FrameType) -> bool:
-    """Returns whether a frame reads a model's parameters in order to average them."""
-    return reader.f_code is _UPDATE
+def view_for(reader: FrameType) -> Callable[[MasterTable, Tensor], Tensor] | None:
+    """Returns what a frame that averages gets for a model's tensor; ``None`` for other frames."""
+    module = str(reader.f_globals.get("__name__"))
+    if module == "torch.optim.swa_utils":
+        return MasterTable.in_fp32
+    return MasterTable.master_of if module.endswith(_CALLBACKS) else None
