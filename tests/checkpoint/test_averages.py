@@ -113,3 +113,13 @@ def test_an_average_of_16_bit_parameters_is_rounded_or_named(level, caplog):
     caplog.clear()
     assert averaged(level, add) <= eps
     assert not caplog.records
+
+
+def test_batch_norm_is_renewed_in_a_model_whose_class_has_its_own_train(level):
+    class Network(nn.Sequential):
+        def train(self, mode=True):
+            return super().train(mode)
+
+    model, _ = loops.prepared(level, model=Network(nn.BatchNorm1d(4)))
+    swa_utils.update_bn([torch.full((2, 4), 3.0)], model)
+    assert torch.equal(model[0].running_mean, torch.full((4,), 3.0))

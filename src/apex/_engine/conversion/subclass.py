@@ -191,7 +191,7 @@ class _Method:
             raise RuntimeError(_ONNX)
         state = _own_state(model)
         reader = sys._getframe(1)
-        view = view_for(reader)
+        view = view_for(reader, self._name)
         if view is not None:
             state.use()
             shown = functools.partial(view, state.session.masters)

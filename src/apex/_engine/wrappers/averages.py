@@ -13,8 +13,13 @@ _CALLBACKS = ("callbacks.weight_averaging", "callbacks.stochastic_weight_avg")
 """Lightning's modules, which also write the averages into the model."""
 
 
-def view_for(reader: FrameType) -> Callable[[MasterTable, Tensor], Tensor] | None:
-    """Returns what a frame that averages gets for a model's tensor; ``None`` for other frames."""
+def view_for(reader: FrameType, method: str) -> Callable[[MasterTable, Tensor], Tensor] | None:
+    """Returns what a frame that averages gets for each tensor that a model's method yields.
+
+    ``None`` for other frames and methods.
+    """
+    if method not in ("parameters", "buffers"):
+        return None
     module = str(reader.f_globals.get("__name__"))
     if module == "torch.optim.swa_utils":
         return MasterTable.in_fp32
