@@ -8,7 +8,7 @@ Note [Shared casts]
     torch's kernels share in its cache, in forward passes of prepared models. The cache stays from
     one pass to the next while an output awaits its backward pass and all weights are as before.
     Our own kernels compare in each call, anywhere. They share the casts that a graph has saved, and
-    all that were made while torch's cache is kept.
+    where torch's cache is on, all others, too.
 
     A backward pass, a step and the end of a session drop all casts. A forward pass without
     gradients drops its own, and does without torch's cache while that is kept for an output.
@@ -49,7 +49,7 @@ class SharedCasts:
         self._saved = weakref.WeakValueDictionary[tuple[object, ...], Tensor]()
         # Models whose casts torch's cache may hold, with the state of their weights.
         self._cached: dict[_Weights, object] = {}
-        # What is kept of the former with that cache: a graph does not save all of its weights.
+        # What is kept of the first as torch's cache is: a graph does not save all of its weights.
         self._kept: list[Tensor] = []
         # The hook of outputs that await their backward passes, which lives as long as a graph.
         self._hook: weakref.ref[Callable[..., None]] = _NONE
@@ -72,7 +72,7 @@ class SharedCasts:
         shared = to_dtype(tensor, dtype)
         shared.grad_fn.register_prehook(self.drop)  # type: ignore[union-attr]
         self._saved[key] = shared
-        if self._cached:  # else a graph alone keeps it
+        if torch.is_autocast_cache_enabled():  # else a graph alone keeps it
             self._kept.append(shared)
         return shared
 
