@@ -13,13 +13,14 @@ import torch
 from apex import amp
 from tests.support import loops
 
-SEEDS = range(2000 if os.environ.get("STRESS") else 80)
+SEEDS = range(2000 if os.environ.get("STRESS") else 200)
 RATE = 0.125
 LEVELS = {
     "O1": {"loss_scale": "dynamic"},
     "O2": {"loss_scale": "dynamic"},
     "O2 static": {"loss_scale": 8.0},
     "O5": {},
+    "O5 dynamic": {"loss_scale": "dynamic"},
 }
 STEPPED = [["abc"], ["ab", "bc"], ["ab", "c"], ["ab", "bc", "c"]]
 """The weights of each optimizer; "d" comes later, in a group of its own."""
@@ -245,6 +246,7 @@ class Program:
             if not self.flags[index]:
                 self.masters[name] -= RATE * self.grads.get(name, 0.0)
             self.weights[name] = self.masters[name]
+        assert amp.step_was_skipped(self.optimizers[index], on_host=True) is self.flags[index]
         self.skipped.discard(index)
         if self.flags[index]:
             self.skipped.add(index)
