@@ -16,13 +16,15 @@ from tests.support import loops
 SEEDS = range(2000 if os.environ.get("STRESS") else 200)
 RATE = 0.125
 LEVELS = {
+    "O0": {},
     "O1": {"loss_scale": "dynamic"},
     "O2": {"loss_scale": "dynamic"},
     "O2 static": {"loss_scale": 8.0},
+    "O4": {},
     "O5": {},
     "O5 dynamic": {"loss_scale": "dynamic"},
 }
-STEPPED = [["abc"], ["ab", "bc"], ["ab", "c"], ["ab", "bc", "c"]]
+STEPPED = [["abc"], ["abc", "abc"], ["ab", "bc"], ["ab", "c"], ["ab", "bc", "c"], ["a", "bc", "c"]]
 """The weights of each optimizer; "d" comes later, in a group of its own."""
 
 
@@ -33,9 +35,9 @@ class Program:
         self.choose = choose
         self.model = loops.Weights("abcd")
         self.names = [set(names) for names in choose.choice(STEPPED)]
+        params = [[*map(self.model.get_parameter, sorted(names))] for names in self.names]
         self.optimizers = [
-            torch.optim.SGD([getattr(self.model, name) for name in sorted(names)], lr=RATE)
-            for names in self.names
+            torch.optim.SGD(own, lr=RATE, fused=choose.choice([True, False])) for own in params
         ]
         options = {"num_losses": 2, "growth_interval": choose.choice([3, 2000]), **LEVELS[level]}
         amp.initialize(self.model, self.optimizers, opt_level=level[:2], verbosity=0, **options)
@@ -43,8 +45,8 @@ class Program:
         if self.dynamic:
             for scaler, scale in zip(amp._amp_state.loss_scalers, (2.0**8, 2.0**4), strict=True):
                 scaler._loss_scale = scale
-        self.has_masters = level != "O1"
-        self.scales = level != "O5"
+        self.has_masters = level[:2] in loops.WITH_MASTERS
+        self.scales = "loss_scale" in options
         self.params = {}  # what is stepped
         self.find_params()
         self.weights = dict.fromkeys("abc", 1.0)
