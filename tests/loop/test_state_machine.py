@@ -119,7 +119,7 @@ class Program:
         self.settle([*sharing, *lenders], takes=False)
         continues = self.continues(sharing)
         lent_in_place = self.continues(lenders)
-        lent = self.lent_factors(names)
+        lent = self.lent_factors(names, overflows=self.dynamic and not fails)
         loss = self.model(**factors, **lent)
         if self.master_written:
             self.forward()
@@ -138,6 +138,7 @@ class Program:
         for name, factor in (factors | lent).items():
             self.grads[name] = self.grads.get(name, 0.0) + factor
         self.replace_delayed(lenders)
+        self.flag_lenders(lenders, lent, lent_in_place)
         if fails:
             return
         self.replace_delayed(sharing)
@@ -158,6 +159,16 @@ class Program:
                 self.flags[index] |= overflows
             else:
                 self.others[index] = overflows or self.others.get(index, False)
+
+    def flag_lenders(self, lenders, lent, in_place):
+        """An overflow in lent gradients is that of all lenders which share some of them."""
+        for index in lenders if self.dynamic else ():
+            sharing = [other for other in self.sharing([index]) if other in lenders]
+            names = set().union(*(self.names[other] for other in sharing))
+            factors = self.grads if in_place else lent
+            found = [factors[name] for name in names & factors.keys()]
+            if found:
+                self.flag([index], [], not all(map(math.isfinite, found)))
 
     def settle(self, indices, takes):
         """What blocks of others have found is over once cleared, and an optimizer's own if not."""
@@ -185,13 +196,15 @@ class Program:
         """Checks what a skipped step may have left."""
         self.flags[index] |= self.overflows([index])
 
-    def lent_factors(self, own):
+    def lent_factors(self, own, *, overflows):
         """Factors of weights of other optimizers, which the pass reaches, too."""
         lent = {}
         if self.choose.random() < 0.3:
             for names in self.names:
                 if names.isdisjoint(own):
                     lent.update(dict.fromkeys(sorted(names), 1.0))
+        if lent and overflows and self.choose.random() < 0.3:
+            lent[self.choose.choice(sorted(lent))] = torch.inf
         return lent
 
     def plain(self):
