@@ -18,21 +18,6 @@ def held(model, optimizer):
     return loops.values(model.parameters()), loops.masters(optimizer)
 
 
-@pytest.mark.parametrize("clear", ["optimizer", "model", "by hand"])
-def test_clearing_gradients_does_not_take_an_overflow_back(level, clear):
-    model, optimizer = loops.prepared(level, **DYNAMIC)
-    before = loops.masters(optimizer)
-    loops.backward(model, optimizer, *loops.overflowing())
-    if clear == "by hand":
-        for param in (*model.parameters(), *amp.master_params(optimizer)):
-            param.grad = None
-    else:
-        (optimizer if clear == "optimizer" else model).zero_grad()
-    loops.backward(model, optimizer, *(0.01 * each for each in loops.batch()))
-    optimizer.step()
-    assert loops.same(before, loops.masters(optimizer))
-
-
 @loops.every(name=["SGD", "fused AdamW"], way=["block", "plain pass", "step alone"])
 def test_gradients_that_overflowed_are_stepped_only_after_they_are_cleared(level, way, name):
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name], **DYNAMIC)

@@ -237,18 +237,6 @@ def test_an_exception_after_zero_grad_inside_the_block_leaves_no_gradients(level
     assert found == [None] * len(found)
 
 
-@pytest.mark.parametrize("level", loops.DYNAMIC)
-def test_gradients_that_were_zero_are_zero_again_after_a_block_that_fails(level):
-    model, optimizer = loops.prepared(level, model=loops.Weights(), loss_scale=8.0)
-    loops.scaled_backward(model(a=1.0, b=1.0), optimizer)
-    optimizer.zero_grad(set_to_none=False)
-    block = amp.scale_loss(model(a=4.0, b=4.0), optimizer)
-    block.__enter__().backward()
-    block.__exit__(KeyError, KeyError(), None)
-    loops.scaled_backward(model(a=3.0), optimizer)
-    assert [master.grad[0].item() for master in amp.master_params(optimizer)] == [3.0, 0.0]
-
-
 @pytest.mark.parametrize("level", loops.MIXED)
 def test_zero_grad_inside_the_block_also_clears_what_no_optimizer_steps(level):
     model, factors = loops.Weights(), {"a": 1.0, "b": 2.0}
@@ -318,15 +306,3 @@ def test_bad_arguments_are_refused(error, loss, options, words):
     given = {"optimizers": optimizer, **options}
     with loops.nothing_changes(model, optimizer), pytest.raises(error, match=words):
         amp.scale_loss(loss, **given)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_exception_in_the_second_of_two_delayed_passes_leaves_the_first_to_the_step(level):
-    pairs = [loops.prepared(level, loss_scale=8.0) for _ in range(2)]
-    for pair in pairs:
-        loops.backward(*pair, *loops.batch(), delay_unscale=True)
-        if pair is pairs[0]:
-            with pytest.warns(match=r"An exception ended"):
-                fail(*pair, early=True, delay_unscale=True)
-        pair[1].step()
-    assert loops.same(*(loops.masters(optimizer) for _, optimizer in pairs))

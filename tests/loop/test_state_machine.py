@@ -18,6 +18,7 @@ RATE = 0.125
 LEVELS = {
     "O0": {},
     "O1": {"loss_scale": "dynamic"},
+    "O1 static": {"loss_scale": 8.0},
     "O2": {"loss_scale": "dynamic"},
     "O2 static": {"loss_scale": 8.0},
     "O4": {},
