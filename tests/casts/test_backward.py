@@ -272,8 +272,7 @@ def test_a_pass_leaves_the_function_modes_of_the_script_as_they_are(level):
     data = list(loops.batches(2))
     torch.set_default_device("meta")
     try:
-        for x, y in data:
-            loops.train_step(model, optimizer, x, y)
+        loops.train(model, optimizer, data=data)
         assert torch.get_default_device().type == "meta"
     finally:
         torch.set_default_device(None)

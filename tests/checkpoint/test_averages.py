@@ -41,14 +41,6 @@ def differences(average, expected):
     return max((a.float() - b.float()).abs().max() for a, b in pairs)
 
 
-def update(average, model):
-    """Averages by torch, as a script that has a way of its own, too."""
-    if isinstance(average, AveragedModel):
-        average.update_parameters(model)
-    else:
-        lerp(average, model)
-
-
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_an_averaged_model_of_the_prepared_model_is_exact(level, form, caplog):
     model, optimizer = pair_at(level)
@@ -57,8 +49,8 @@ def test_an_averaged_model_of_the_prepared_model_is_exact(level, form, caplog):
     for x, y in loops.batches(4):
         loops.train_step(model, optimizer, x, y)
         update_twin()
-        update(average, model)
-        update(expected, twin)
+        average.update_parameters(model)
+        expected.update_parameters(twin)
     assert differences(average, expected) == 0
     assert {param.dtype for param in average.parameters()} == {torch.float32}
     assert not caplog.records

@@ -32,8 +32,8 @@ def prepare(level, model, optimizer, **options):
 def save_at(level, name):
     model = loops.net()
     model, optimizer = prepare(level, model, OPTIMIZERS[name](model.parameters()))
-    for x, y in loops.batches(3, overflow_at={1} if level in loops.DYNAMIC else ()):
-        loops.train_step(model, optimizer, x, y)
+    overflows = {1} if level in loops.DYNAMIC else ()
+    loops.train(model, optimizer, data=loops.batches(3, overflows))
     return [part.state_dict() for part in (model, optimizer, amp)]
 
 

@@ -39,11 +39,9 @@ def test_nothing_is_compiled_after_the_second_iteration(level):
     model, optimizer = loops.prepared(level)
     run, graphs = cases.compiled(model)
     batches = [(torch.randn(size, 4), torch.randn(size, 2)) for size in (3, 5, 4, 7, 3)]
-    for batch in batches[:2]:  # torch makes the batch size dynamic at the second
-        loops.train_step(run, optimizer, *batch)
+    loops.train(run, optimizer, data=batches[:2])  # torch makes the size dynamic at the second
     with cases.no_recompilation():
-        for batch in batches[2:]:
-            loops.train_step(run, optimizer, *batch)
+        loops.train(run, optimizer, data=batches[2:])
     assert graphs.frame_count == 2
 
 

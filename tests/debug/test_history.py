@@ -41,8 +41,7 @@ def test_the_plot_shows_scales_and_marks_overflows(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     model, optimizer = loops.prepared("O2")
     history = amp.debug.History(optimizer)
-    for x, y in (loops.batch(), loops.overflowing(), loops.batch()):
-        loops.train_step(model, optimizer, x, y)
+    loops.train(model, optimizer, data=loops.batches(3, overflow_at={1}))
     figure = history.plot()
     scales, norms = figure.axes
     assert list(scales.lines[0].get_ydata()) == [2.0**16, 2.0**15, 2.0**15]
@@ -97,8 +96,7 @@ def test_recording_never_syncs(level):
 def history():
     model, optimizer = loops.prepared("O4", loss_scale="dynamic")
     with amp.debug.History(optimizer) as collected:
-        for x, y in (loops.batch(), loops.overflowing(), loops.batch()):
-            loops.train_step(model, optimizer, x, y)
+        loops.train(model, optimizer, data=loops.batches(3, overflow_at={1}))
     return collected
 
 

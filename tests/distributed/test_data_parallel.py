@@ -288,9 +288,7 @@ def drop_a_poisoned_part(rank, level):
         x[0, 0] = float("inf")
     with parallel.no_sync():
         cases.backward(parallel, optimizer, x, y)
-    optimizer.zero_grad()
-    cases.backward(parallel, optimizer, *cases.rank_batch(rank, 1))
-    optimizer.step()
+    loops.train_step(parallel, optimizer, *cases.rank_batch(rank, 1))
     return cases.state(parallel, optimizer)
 
 

@@ -18,17 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from apex import amp
 from tests.distributed.cases import rank_batch
+from tests.support import loops
 from tests.support.features import shards_on_cpu
-from tests.support.loops import (
-    descend,
-    every,
-    loss_of,
-    net,
-    prepared,
-    same,
-    scaled_backward,
-    train_step,
-)
 
 pytestmark = [pytest.mark.distributed, shards_on_cpu]
 
@@ -65,7 +56,7 @@ def plain(rank, policy, dtype=None):
         x, y = rank_batch(rank, step)
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-            loss = loss_of(model, x, y)
+            loss = loops.loss_of(model, x, y)
         loss.backward()
         optimizer.step()
     return whole(model)
@@ -78,10 +69,10 @@ def prepare_sharded(level, policy, seed=0, **options):
 def train_sharded(model, optimizer, rank, steps, overflow_at=None):
     for step in steps:
         x, y = rank_batch(rank, step)
-        loss = loss_of(model, x, y)
+        loss = loops.loss_of(model, x, y)
         if step == overflow_at and rank == 1:
             loss = loss * torch.inf
-        descend(loss, optimizer)
+        loops.descend(loss, optimizer)
     return whole(model)
 
 
@@ -144,7 +135,7 @@ def train_root(rank, root, level):
 @pytest.mark.parametrize("root", ROOTS)
 def test_arguments_and_outputs_of_every_root_are_fsdp2_s_own_at_o0(on_two_ranks, root):
     expected = on_two_ranks(train_root, root, None)
-    assert same(on_two_ranks(train_root, root, "O0"), expected)
+    assert loops.same(on_two_ranks(train_root, root, "O0"), expected)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
@@ -159,19 +150,19 @@ def shard_late(rank, level):
     mesh = init_device_mesh("cpu", (2,))
     for parts in (["block"], ["block", ""]):
         for policy in ("fp32", "bf16"):
-            model, optimizer = prepared(level, model=Stem())
+            model, optimizer = loops.prepared(level, model=Stem())
             for part in parts:
                 options = MixedPrecisionPolicy(**POLICIES[policy])
                 fully_shard(model.get_submodule(part), mesh=mesh, mp_policy=options)
             with pytest.raises(RuntimeError) as raised:
-                train_step(model, optimizer, *rank_batch(rank, 0))
+                loops.train_step(model, optimizer, *rank_batch(rank, 0))
             errors.append(str(raised.value))
     return errors
 
 
 def flatten_late(rank, level, keeps_params):
     """FSDP1 around a prepared model: what its first block says, or the weights after some steps."""
-    model = net()
+    model = loops.net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if level:
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -180,8 +171,8 @@ def flatten_late(rank, level, keeps_params):
     try:
         for step in range(STEPS):
             with parallel.no_sync() if step % 2 == 0 else contextlib.nullcontext():
-                loss = loss_of(parallel, *rank_batch(rank, step))
-                scaled_backward(loss, optimizer) if level else loss.backward()
+                loss = loops.loss_of(parallel, *rank_batch(rank, step))
+                loops.scaled_backward(loss, optimizer) if level else loss.backward()
             if step % 2:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -267,8 +258,8 @@ def accumulate(rank, level):
         model, optimizer = amp.initialize(model, optimizer, **options)
     for step in range(4):
         model.set_requires_gradient_sync(step % 2 == 1)
-        loss = loss_of(model, *rank_batch(rank, step))
-        scaled_backward(loss, optimizer) if level else loss.backward()
+        loss = loops.loss_of(model, *rank_batch(rank, step))
+        loops.scaled_backward(loss, optimizer) if level else loss.backward()
         if step % 2 == 1:
             optimizer.step()
             optimizer.zero_grad()
@@ -277,7 +268,7 @@ def accumulate(rank, level):
 
 def test_scaled_passes_without_a_reduction_add_up_in_a_root_that_owns_layers(on_two_ranks):
     """Its parameters stay gathered from a forward to the backward pass."""
-    assert same(on_two_ranks(accumulate, "O0"), on_two_ranks(accumulate, None))
+    assert loops.same(on_two_ranks(accumulate, "O0"), on_two_ranks(accumulate, None))
 
 
 def unsent(rank, level, policy, shape, loss_ids):
@@ -296,11 +287,13 @@ def unsent(rank, level, policy, shape, loss_ids):
         )
         defers(index == len(loss_ids))
         loss = model(torch.ones(1, 2)).float().sum()
-        loss.backward() if loss_id is None else scaled_backward(loss, optimizer, loss_id=loss_id)
+        loss.backward() if loss_id is None else loops.scaled_backward(
+            loss, optimizer, loss_id=loss_id
+        )
     return model.weight.grad.full_tensor()
 
 
-@every(loss_ids=[(0, 1), (0, None), (None, 0), (1, None, 0, 1)], shape=[(2,), (2, 1)])
+@loops.every(loss_ids=[(0, 1), (0, None), (None, 0), (1, None, 0, 1)], shape=[(2,), (2, 1)])
 @pytest.mark.parametrize(("level", "policy"), [("O1", "fp32"), ("O0", "fp16")])
 def test_gradients_that_ranks_have_yet_to_share_have_no_scale(
     on_two_ranks, level, policy, shape, loss_ids
@@ -357,7 +350,7 @@ class Block(nn.Module):
 
 
 def test_a_pretraining_loop_of_today_trains_bit_by_bit_as_without_amp(on_two_ranks):
-    assert same(on_two_ranks(pretrain, "O0"), on_two_ranks(pretrain, None))
+    assert loops.same(on_two_ranks(pretrain, "O0"), on_two_ranks(pretrain, None))
 
 
 CASES = [("O0", "bf16"), ("O0", "fp16"), ("O1", "fp32"), ("O4", "fp32")]

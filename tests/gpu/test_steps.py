@@ -114,9 +114,8 @@ def test_only_an_optimizer_that_cannot_skip_on_the_device_waits_once_where_it_ma
         model, optimizer = loops.prepared(level, make, loops.net().cuda(1), loss_scale=loss_scale)
         dynamic = loss_scale == "dynamic" or level != "O5"
         batches = on("cuda:1", loops.batches(6, overflow_at={3} if dynamic else ()))
-        for x, y in batches[:2]:
-            loops.train_step(model, optimizer, x, y)
-        device.waits()
-        for x, y in batches[2:]:
-            loops.train_step(model, optimizer, x, y)
+        for part in (batches[:2], batches[2:]):
+            device.waits()
+            for x, y in part:
+                loops.train_step(model, optimizer, x, y)
         assert len(device.waits()) == (4 if dynamic and name in OTHERS else 0)

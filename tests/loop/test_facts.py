@@ -2,7 +2,6 @@
 
 import pytest
 
-import apex.optimizers
 from apex import amp
 from tests.support import loops
 
@@ -13,9 +12,9 @@ def initialize(models, optimizers, level):
     amp._amp_state.loss_scalers[0]._loss_scale = 2.0**8
 
 
-def made(level, make_optimizer=loops.sgd):
+def made(level):
     model = loops.Weights()
-    optimizer = make_optimizer(model.parameters())
+    optimizer = loops.sgd(model.parameters())
     initialize(model, optimizer, level)
     return model, optimizer
 
@@ -27,70 +26,14 @@ def failing_block(loss, optimizer):
 
 
 def gradients(optimizer):
-    grads = [param.grad for param in amp.master_params(optimizer)]
-    return [None if grad is None else grad[0].item() for grad in grads]
+    return [param.grad[0].item() for param in amp.master_params(optimizer)]
 
 
 def weights(model):
     return [param[0].item() for param in model.parameters()]
 
 
-OPTIMIZERS = {
-    "torch's": loops.sgd,
-    "apex's": lambda params: apex.optimizers.FusedSGD(params, lr=0.1, set_grad_none=True),
-    "apex's zeros": lambda params: apex.optimizers.FusedSGD(params, lr=0.1, set_grad_none=False),
-}
-
-
 # -- gradients from before a pass, and delayed passes ----------------------------------------
-
-
-@loops.every(name=OPTIMIZERS, by_hand=[False, True])
-def test_gradients_cleared_between_delayed_blocks_are_gone(level, name, by_hand):
-    """Those from before the first block, too."""
-    model, optimizer = made(level, OPTIMIZERS[name])
-    loops.scaled_backward(model(a=1.0, b=1.0), optimizer)
-    loops.scaled_backward(model(a=2.0, b=2.0), optimizer, delay_unscale=True)
-    if by_hand:
-        model.a.grad = model.b.grad = None
-    else:
-        optimizer.zero_grad()
-    loops.scaled_backward(model(a=4.0, b=4.0), optimizer)
-    assert gradients(optimizer) == [4.0, 4.0]
-
-
-@loops.every(set_to_none=[True, False], delayed=[True, False], who=["optimizer", "sharer", "model"])
-def test_gradients_cleared_inside_a_block_are_gone(level, who, delayed, set_to_none):
-    """Two optimizers share the weights; what either clears is gone for both."""
-    model = loops.Weights()
-    optimizer, sharer = (loops.sgd(model.parameters()) for _ in range(2))
-    initialize(model, [optimizer, sharer], level)
-    loops.scaled_backward(model(a=1.0, b=1.0), optimizer, delay_unscale=delayed)
-    with amp.scale_loss(model(a=4.0, b=4.0), optimizer) as scaled_loss:
-        clears = {"optimizer": optimizer, "sharer": sharer, "model": model}[who]
-        clears.zero_grad(set_to_none=set_to_none)
-        scaled_loss.backward()
-    assert gradients(optimizer) == gradients(sharer) == [4.0, 4.0]
-
-
-ADDED = {
-    "reached by the last": [{"a": 1.0}, {"a": 1.0, "b": 2.0}],
-    "reached by the second": [{"a": 1.0}, {"a": 1.0, "b": 2.0}, {"b": 1.0}],
-    "reached by all": [{"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 2.0}],
-}
-
-
-@pytest.mark.parametrize("passes", ADDED.values(), ids=ADDED)
-def test_the_gradients_of_a_group_added_between_delayed_blocks_add_up_unscaled(level, passes):
-    model = loops.Weights()
-    optimizer = loops.sgd([model.a])
-    initialize(model, optimizer, level)
-    for index, factors in enumerate(passes):
-        if index == 1:
-            optimizer.add_param_group({"params": [model.b]})
-        delays = factors is not passes[-1]
-        loops.scaled_backward(model(**factors), optimizer, delay_unscale=delays)
-    assert gradients(optimizer) == [sum(each.get(name, 0.0) for each in passes) for name in "ab"]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -149,21 +92,6 @@ def test_gradients_cleared_after_a_delayed_block_are_not_checked_with_those_that
     assert model.b[0].item() == pytest.approx(0.9, abs=0.01)
 
 
-# -- who steps with a gradient of the pass ----------------------------------------------------
-
-
-@pytest.mark.parametrize("overflows", [False, True])
-def test_a_pass_reaches_optimizers_through_those_that_share_their_parameters(level, overflows):
-    model = loops.Weights("abc")
-    stepped = [[model.a, model.b], [model.b, model.c], [model.c]]
-    optimizers = [*map(loops.sgd, stepped)]
-    initialize(model, optimizers, level)
-    loops.scaled_backward(model(a=1.0, b=1.0, c=float("inf") if overflows else 1.0), optimizers[0])
-    optimizers[2].step()
-    moved = 1.0 if overflows else 0.9
-    assert next(amp.master_params(optimizers[2]))[0].item() == pytest.approx(moved)
-
-
 # -- an overflow -----------------------------------------------------------------------------
 
 # What blocks of another optimizer, own ones and the script do to one gradient; whether it steps.
@@ -216,49 +144,6 @@ def test_what_a_delayed_block_has_left_is_checked_although_others_are_cleared(le
     sharer.zero_grad()
     optimizer.step()
     assert weights(model) == [1.0, 1.0]
-
-
-@loops.every(level=loops.DYNAMIC, clears=["first", "second", "model", "by hand", "nobody"])
-def test_an_overflow_skips_no_step_of_the_optimizer_whose_turn_follows(level, clears):
-    """Two optimizers of the same weights take turns; what is cleared is forgotten."""
-    model = loops.Weights()
-    first, second = (loops.sgd(model.parameters()) for _ in range(2))
-    initialize(model, [first, second], level)
-    loops.scaled_backward(model(a=float("inf"), b=1.0), first)
-    first.step()
-    if clears == "by hand":
-        model.a.grad = model.b.grad = None
-    elif clears != "nobody":
-        {"first": first, "second": second, "model": model}[clears].zero_grad()
-    loops.scaled_backward(model(a=1.0, b=1.0), second)
-    second.step()
-    assert (weights(model) == [1.0, 1.0]) == (clears == "nobody")
-
-
-@pytest.mark.parametrize("level", loops.DYNAMIC)
-def test_an_overflow_skips_the_steps_of_all_that_share_the_gradients(level):
-    model = loops.Weights()
-    first, second = (loops.sgd(model.parameters()) for _ in range(2))
-    initialize(model, [first, second], level)
-    loops.scaled_backward(model(a=float("inf"), b=1.0), first)
-    for optimizer in (first, second):
-        optimizer.step()
-    assert weights(model) == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("level", loops.DYNAMIC)
-def test_an_overflow_in_an_early_micro_batch_skips_no_step_of_the_next_turn(level):
-    model = loops.Weights()
-    first, second = (loops.sgd(model.parameters()) for _ in range(2))
-    initialize(model, [first, second], level)
-    for value in (float("inf"), 1.0):
-        loops.scaled_backward(model(a=value, b=1.0), first)
-    first.step()
-    model.zero_grad()
-    for _ in range(2):
-        loops.scaled_backward(model(a=1.0, b=1.0), second)
-    second.step()
-    assert weights(model) == pytest.approx([0.8, 0.8], rel=1e-3)
 
 
 @pytest.mark.parametrize("level", loops.DYNAMIC)

@@ -147,16 +147,6 @@ def test_an_edit_of_either_side_is_the_edit(level, edit):
         assert edited(level, [(edit, side)]) == pytest.approx(expected, **rounded)
 
 
-@pytest.mark.parametrize("first", ["norm", "replace", "mask", "read"])
-@some_levels
-def test_edits_of_both_sides_follow_each_other(level, first):
-    for second in ("norm", "replace", "data", "zero some"):
-        expected = edited(None, [(first, "model"), (second, "model")])
-        for sides in itertools.permutations(["model", "masters"]):
-            edits = list(zip((first, second), sides, strict=True))
-            assert edited(level, edits) == pytest.approx(expected, **rounded)
-
-
 def edit_all(training, side, *_):
     for name in ("norm", "replace"):
         EDITS[name](training.side(side))
@@ -401,52 +391,6 @@ def test_a_block_unscales_whatever_its_pass_reaches(level, stepper, sessions):
         assert stepped == pytest.approx(1.0 - 0.1 * (total + 1.0), rel=1e-3)
 
 
-@loops.every(delays=[False, True], loss_id=[0, 1], level=["O1 dynamic", "O2", "O2 dynamic"])
-def test_a_block_may_reach_what_a_delayed_one_left_scaled(level, loss_id, delays):
-    """An encoder of two heads' losses, each with its own scale; nothing is said."""
-    encoder, head = loops.Weights(), loops.Weights()
-    first, second = loops.sgd(encoder.parameters()), loops.sgd(head.parameters())
-    initialize([encoder, head], [first, second], level, num_losses=2)
-    amp._amp_state.loss_scalers[1]._loss_scale = 2.0**5
-    for _ in range(2):
-        loops.scaled_backward(encoder(a=1.0, b=2.0), first, delay_unscale=True)
-        loss = encoder(a=2.0, b=4.0) + head(a=1.0, b=3.0)
-        loops.scaled_backward(loss, second, loss_id=loss_id, delay_unscale=delays)
-        loops.scaled_backward(encoder(a=4.0, b=8.0), first)
-        first.step()
-        second.step()
-        grads = [p.grad[0].item() for p in [*encoder.parameters(), *head.parameters()]]
-        assert grads == [7.0, 14.0, 1.0, 3.0]
-        first.zero_grad()
-        second.zero_grad()
-
-
-@pytest.mark.parametrize("cleared", ["", "optimizer", "model", "none", "zeros"])
-@pytest.mark.parametrize("level", ["O1 dynamic", "O2 dynamic"])
-def test_an_overflow_in_what_others_step_skips_their_step_unless_it_is_cleared(level, cleared):
-    """A discriminator's gradients of the generator's pass."""
-    training = Training(level, optimizers=2)
-    first, second = training.optimizers
-    training.block(1.0, 1.0, float("inf"), 1.0, of=first)
-    if cleared == "optimizer":
-        second.zero_grad()
-    elif cleared == "model":
-        training.model.zero_grad()
-    elif cleared == "zeros":
-        second.zero_grad(set_to_none=False)
-    elif cleared == "none":
-        to_none(training.model["g"].parameters())
-    else:
-        first.step()
-        second.step()
-        # The first one's own gradients were finite.
-        assert training.weights() == pytest.approx([0.9, 0.9, 1.0, 1.0], rel=1e-3)
-        second.zero_grad()
-    training.block(0.0, 0.0, 2.0, 2.0, of=second)
-    second.step()
-    assert training.weights()[2:] == pytest.approx([0.8, 0.8], rel=1e-3)
-
-
 @pytest.mark.parametrize("level", ["O1 dynamic", "O2 dynamic"])
 def test_restore_drops_what_overflowed_in_another_s_block(level):
     training = Training(level, optimizers=2)
@@ -463,15 +407,6 @@ def test_an_overflow_that_no_prepared_optimizer_steps_reaches_no_weight(level):
     amp.initialize([part, beside], optimizer, opt_level=level[:2], verbosity=0)
     loops.scaled_backward(part(a=1.0) + beside(a=float("inf"), b=1.0), optimizer)
     assert beside.a.grad.isfinite().all()
-
-
-def test_what_two_others_share_is_unscaled_once(level):
-    model = loops.Weights("abc")
-    optimizers = [loops.sgd([model.a]), loops.sgd([model.b, model.c]), loops.sgd([model.c])]
-    initialize(model, optimizers, level)
-    for count in (1.0, 2.0):
-        loops.scaled_backward(model(a=1.0, b=2.0, c=4.0), optimizers[0])
-        assert [p.grad[0].item() for p in model.parameters()] == [count, 2 * count, 4 * count]
 
 
 def test_a_block_leaves_what_another_thread_trains(level):

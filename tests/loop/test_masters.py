@@ -227,14 +227,6 @@ def test_an_optimizer_that_amp_has_not_seen_steps_the_masters(level, base, clear
     assert loops.same(trained(anew=True), trained(anew=False))
 
 
-def test_data_assigned_to_a_master_reaches_the_model_at_once(level):
-    model, optimizer = loops.prepared(level)
-    weight = model[0].weight
-    master = next(amp.master_params(optimizer))
-    master.data = torch.full_like(master, 1 / 3)
-    assert torch.equal(weight, torch.full_like(weight, 1 / 3))
-
-
 @pytest.mark.parametrize("side", ["model", "masters"])
 @pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("when", ["pre", "post"])

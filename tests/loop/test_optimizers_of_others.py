@@ -112,8 +112,7 @@ def test_a_step_set_on_the_object_before_runs_inside_amps(level, make):
     calls = []
     optimizer.step = lambda closure=None: calls.append(own_step(closure))
     amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-    for x, y in loops.batches(3, overflow_at={1}):
-        loops.train_step(model, optimizer, x, y)
+    loops.train(model, optimizer, data=loops.batches(3, overflow_at={1}))
     assert len(calls) == 2
     amp.restore(model, optimizer)
     loops.plain_step(model, optimizer, *loops.batch())
@@ -242,8 +241,7 @@ def test_a_wrapper_by_the_name_of_base_steps_after_its_optimizer(level, before):
         given = Around(optimizer) if wraps and before else optimizer
         amp.initialize(model, given, opt_level=level, loss_scale=1.0, verbosity=0)
         given = Around(optimizer) if wraps else optimizer
-        for x, y in loops.batches(3):
-            loops.train_step(model, given, x, y)
+        loops.train(model, given)
         pairs.append((model, optimizer))
     values = [loops.masters(optimizer) for _, optimizer in pairs]
     torch.testing.assert_close(*values)

@@ -18,41 +18,6 @@ def held(model, optimizer):
     return loops.values(model.parameters()), loops.masters(optimizer)
 
 
-@pytest.mark.parametrize("clear", ["optimizer", "model", "by hand"])
-def test_clearing_gradients_does_not_take_an_overflow_back(level, clear):
-    model, optimizer = loops.prepared(level, **DYNAMIC)
-    before = loops.masters(optimizer)
-    loops.backward(model, optimizer, *loops.overflowing())
-    if clear == "by hand":
-        for param in (*model.parameters(), *amp.master_params(optimizer)):
-            param.grad = None
-    else:
-        (optimizer if clear == "optimizer" else model).zero_grad()
-    loops.backward(model, optimizer, *(0.01 * each for each in loops.batch()))
-    optimizer.step()
-    assert loops.same(before, loops.masters(optimizer))
-
-
-@loops.every(name=["SGD", "fused AdamW"], way=["block", "plain pass", "step alone"])
-def test_gradients_that_overflowed_are_stepped_only_after_they_are_cleared(level, way, name):
-    model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name], **DYNAMIC)
-    before = loops.masters(optimizer)
-    loops.backward(model, optimizer, *loops.overflowing())
-    for _ in range(3):
-        optimizer.step()
-        if way == "block":
-            loops.backward(model, optimizer, *loops.batch())
-        elif way == "plain pass":
-            loops.loss_of(model, *loops.batch()).backward()
-    optimizer.step()
-    assert loops.same(before, loops.masters(optimizer))
-    for param in model.parameters():
-        param.grad.zero_()
-    loops.backward(model, optimizer, *(0.01 * each for each in loops.batch()))
-    optimizer.step()
-    assert not loops.same(before, loops.masters(optimizer))
-
-
 def test_gradients_that_overflowed_stay_so_after_a_block_of_another_optimizer(level):
     nets = [loops.net(seed) for seed in range(2)]
     optimizers = [loops.sgd(net.parameters()) for net in nets]
@@ -283,9 +248,7 @@ def test_an_uncounted_write_before_a_first_step_that_is_skipped_is_kept(level):
     model, optimizer = loops.prepared(level, model=loops.Weights("a"), **DYNAMIC)
     model.a.data.fill_(0.5)
     for factor in (float("inf"), 1.0):
-        optimizer.zero_grad()
-        loops.scaled_backward(model(a=factor), optimizer)
-        optimizer.step()
+        loops.descend(model(a=factor), optimizer)
     assert loops.masters(optimizer)[0][0].item() == pytest.approx(0.4)
 
 

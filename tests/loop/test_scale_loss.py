@@ -217,18 +217,6 @@ def test_after_an_exception_inside_all_goes_on_as_if_nothing_had_happened(level,
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float16
 
 
-@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
-def test_at_a_scale_of_1_an_exception_leaves_what_autograd_has_added_as_without_amp(level):
-    model, optimizer = loops.prepared(level, model=loops.Weights())
-    loops.scaled_backward(model(a=1.0, b=2.0), optimizer)
-    block = amp.scale_loss(model(a=4.0, b=4.0), optimizer)
-    block.__enter__().backward()
-    error = KeyError()
-    block.__exit__(KeyError, error, None)
-    loops.scaled_backward(model(a=1.0, b=1.0), optimizer)
-    assert [master.grad[0].item() for master in amp.master_params(optimizer)] == [6.0, 7.0]
-
-
 def test_an_exception_after_zero_grad_inside_the_block_leaves_no_gradients(level):
     model, optimizer = loops.prepared(level, loss_scale=128.0)
     loops.backward(model, optimizer, *loops.batch())
@@ -318,15 +306,3 @@ def test_bad_arguments_are_refused(error, loss, options, words):
     given = {"optimizers": optimizer, **options}
     with loops.nothing_changes(model, optimizer), pytest.raises(error, match=words):
         amp.scale_loss(loss, **given)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_exception_in_the_second_of_two_delayed_passes_leaves_the_first_to_the_step(level):
-    pairs = [loops.prepared(level, loss_scale=8.0) for _ in range(2)]
-    for pair in pairs:
-        loops.backward(*pair, *loops.batch(), delay_unscale=True)
-        if pair is pairs[0]:
-            with pytest.warns(match=r"An exception ended"):
-                fail(*pair, early=True, delay_unscale=True)
-        pair[1].step()
-    assert loops.same(*(loops.masters(optimizer) for _, optimizer in pairs))

@@ -13,15 +13,19 @@ import torch
 from apex import amp
 from tests.support import loops
 
-SEEDS = range(2000 if os.environ.get("STRESS") else 80)
+SEEDS = range(2000 if os.environ.get("STRESS") else 200)
 RATE = 0.125
 LEVELS = {
+    "O0": {},
     "O1": {"loss_scale": "dynamic"},
+    "O1 static": {"loss_scale": 8.0},
     "O2": {"loss_scale": "dynamic"},
     "O2 static": {"loss_scale": 8.0},
+    "O4": {},
     "O5": {},
+    "O5 dynamic": {"loss_scale": "dynamic"},
 }
-STEPPED = [["abc"], ["ab", "bc"], ["ab", "c"], ["ab", "bc", "c"]]
+STEPPED = [["abc"], ["abc", "abc"], ["ab", "bc"], ["ab", "c"], ["ab", "bc", "c"], ["a", "bc", "c"]]
 """The weights of each optimizer; "d" comes later, in a group of its own."""
 
 
@@ -32,9 +36,9 @@ class Program:
         self.choose = choose
         self.model = loops.Weights("abcd")
         self.names = [set(names) for names in choose.choice(STEPPED)]
+        params = [[*map(self.model.get_parameter, sorted(names))] for names in self.names]
         self.optimizers = [
-            torch.optim.SGD([getattr(self.model, name) for name in sorted(names)], lr=RATE)
-            for names in self.names
+            torch.optim.SGD(own, lr=RATE, fused=choose.choice([True, False])) for own in params
         ]
         options = {"num_losses": 2, "growth_interval": choose.choice([3, 2000]), **LEVELS[level]}
         amp.initialize(self.model, self.optimizers, opt_level=level[:2], verbosity=0, **options)
@@ -42,8 +46,8 @@ class Program:
         if self.dynamic:
             for scaler, scale in zip(amp._amp_state.loss_scalers, (2.0**8, 2.0**4), strict=True):
                 scaler._loss_scale = scale
-        self.has_masters = level != "O1"
-        self.scales = level != "O5"
+        self.has_masters = level[:2] in loops.WITH_MASTERS
+        self.scales = "loss_scale" in options
         self.params = {}  # what is stepped
         self.find_params()
         self.weights = dict.fromkeys("abc", 1.0)
@@ -116,7 +120,7 @@ class Program:
         self.settle([*sharing, *lenders], takes=False)
         continues = self.continues(sharing)
         lent_in_place = self.continues(lenders)
-        lent = self.lent_factors(names)
+        lent = self.lent_factors(names, overflows=self.dynamic and not fails)
         loss = self.model(**factors, **lent)
         if self.master_written:
             self.forward()
@@ -135,6 +139,7 @@ class Program:
         for name, factor in (factors | lent).items():
             self.grads[name] = self.grads.get(name, 0.0) + factor
         self.replace_delayed(lenders)
+        self.flag_lenders(lenders, lent, lent_in_place)
         if fails:
             return
         self.replace_delayed(sharing)
@@ -155,6 +160,16 @@ class Program:
                 self.flags[index] |= overflows
             else:
                 self.others[index] = overflows or self.others.get(index, False)
+
+    def flag_lenders(self, lenders, lent, in_place):
+        """An overflow in lent gradients is that of all lenders which share some of them."""
+        for index in lenders if self.dynamic else ():
+            sharing = [other for other in self.sharing([index]) if other in lenders]
+            names = set().union(*(self.names[other] for other in sharing))
+            factors = self.grads if in_place else lent
+            found = [factors[name] for name in names & factors.keys()]
+            if found:
+                self.flag([index], [], not all(map(math.isfinite, found)))
 
     def settle(self, indices, takes):
         """What blocks of others have found is over once cleared, and an optimizer's own if not."""
@@ -182,13 +197,15 @@ class Program:
         """Checks what a skipped step may have left."""
         self.flags[index] |= self.overflows([index])
 
-    def lent_factors(self, own):
+    def lent_factors(self, own, *, overflows):
         """Factors of weights of other optimizers, which the pass reaches, too."""
         lent = {}
         if self.choose.random() < 0.3:
             for names in self.names:
                 if names.isdisjoint(own):
                     lent.update(dict.fromkeys(sorted(names), 1.0))
+        if lent and overflows and self.choose.random() < 0.3:
+            lent[self.choose.choice(sorted(lent))] = torch.inf
         return lent
 
     def plain(self):
@@ -245,6 +262,7 @@ class Program:
             if not self.flags[index]:
                 self.masters[name] -= RATE * self.grads.get(name, 0.0)
             self.weights[name] = self.masters[name]
+        assert amp.step_was_skipped(self.optimizers[index], on_host=True) is self.flags[index]
         self.skipped.discard(index)
         if self.flags[index]:
             self.skipped.add(index)

@@ -8,7 +8,7 @@ from torch import nn
 
 from apex import amp
 from tests.model.nets import LOW, converted
-from tests.support.loops import Body, at_levels, descend
+from tests.support.loops import Body, at_levels, descend, prepared
 
 level = at_levels("O2", "O3", "O5")
 
@@ -221,9 +221,7 @@ def test_a_momentum_teacher_is_named_once_with_the_line(caplog, level, how, insi
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_frozen_teacher_that_the_optimizer_holds_is_named(caplog, level):
-    model = Momentum()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # as MoCo's
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
+    model, optimizer = prepared(level, model=Momentum(), loss_scale=1.0)  # as MoCo's
     for _ in range(4):
         descend(model(torch.ones(2, 4)).mean(), optimizer)
     named_once(caplog, "teacher.weight", "fp32_modules=['teacher']")
@@ -262,9 +260,7 @@ def test_checkpoints_that_are_loaded_one_after_another_are_not_named(caplog):
 
 
 def test_a_discriminator_that_is_frozen_for_a_while_is_not_named(caplog, level):
-    model = nn.Sequential(nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
+    model, optimizer = prepared(level, model=nn.Sequential(nn.Linear(4, 4)), loss_scale=1.0)
     for _ in range(4):
         model.requires_grad_(True)
         descend(model(torch.ones(2, 4)).mean(), optimizer)

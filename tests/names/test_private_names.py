@@ -12,20 +12,9 @@ import apex.amp as amp
 from apex.amp import _initialize, frontend, handle, opt, scaler
 from apex.amp._amp_state import _amp_state, master_params
 from apex.parallel import LARC
-from tests.support.loops import (
-    LEVELS,
-    LEVELS_SHORT,
-    Net,
-    at_levels,
-    one_weight,
-    prepared,
-    sgd,
-    slope,
-    small_batches,
-    train,
-)
+from tests.support import loops
 
-level = at_levels(*LEVELS)
+level = loops.at_levels(*loops.LEVELS)
 
 
 # -- modules ---------------------------------------------------------------------------------
@@ -74,7 +63,7 @@ def test_a_levels_object_sets_the_options_that_initialize_reports(level):
     options = frontend.opt_levels[level](frontend.Properties())
     assert isinstance(frontend.opt_levels[level], getattr(frontend, level))
     assert frontend.opt_levels[level].brief.startswith(f"{level}:  ")
-    keep = prepared(level, model=Net())
+    keep = loops.prepared(level, model=loops.Net())
     assert options.options == _amp_state.opt_properties.options
     del keep
     unset = frontend.Properties()
@@ -86,7 +75,7 @@ def test_a_levels_object_sets_the_options_that_initialize_reports(level):
 
 def test_opt_properties_read_as_attributes_and_as_options():
     assert not hasattr(_amp_state, "opt_properties")
-    _keep = prepared("O5", model=Net())
+    _keep = loops.prepared("O5", model=loops.Net())
     properties = _amp_state.opt_properties
     assert properties.opt_level == properties.options["opt_level"] == "O5"
     with pytest.raises(AttributeError, match=r"no option 'opt_lvl'; the options are enabled,"):
@@ -96,11 +85,11 @@ def test_opt_properties_read_as_attributes_and_as_options():
 
 
 def test_models_of_a_deactivated_handle_cast_and_scale_as_a_later_call_says():
-    first, optimizer = prepared("O1")
+    first, optimizer = loops.prepared("O1")
     _amp_state.handle._deactivate()
     x = torch.ones(2, 4)
     assert first(x).dtype is torch.float32
-    second, _ = prepared("O1", loss_scale=4.0)
+    second, _ = loops.prepared("O1", loss_scale=4.0)
     assert first(x).dtype is second(x).dtype is torch.float16
     with amp.scale_loss(first(x).float().sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
@@ -108,7 +97,7 @@ def test_models_of_a_deactivated_handle_cast_and_scale_as_a_later_call_says():
 
 
 def test_the_handle_is_active_where_functions_cast_until_it_is_deactivated(level):
-    model, _ = prepared(level, model=Net())
+    model, _ = loops.prepared(level, model=loops.Net())
     own, casts = _amp_state.handle, level in ("O1", "O4")
     assert own.is_active() is own._is_active is casts
     own._deactivate()
@@ -121,10 +110,10 @@ def test_the_handle_is_active_where_functions_cast_until_it_is_deactivated(level
 
 
 def test_master_params_take_any_optimizer_and_larc():
-    model = Net()
+    model = loops.Net()
     for optimizer in (
         torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1),
-        LARC(sgd(model.parameters())),
+        LARC(loops.sgd(model.parameters())),
     ):
         assert all(map(lambda a, b: a is b, amp.master_params(optimizer), model.parameters()))
     for given, words in ((model, "got the model Net"), ([1], "got list")):
@@ -169,8 +158,8 @@ def test_a_replaced_applier_casts_inputs_and_outputs(monkeypatch):
 
 
 def test_the_stash_is_there_between_initialize_and_restore():
-    model = Net()
-    optimizer = sgd(model.parameters())
+    model = loops.Net()
+    optimizer = loops.sgd(model.parameters())
     amp.initialize(model, optimizer, enabled=False)
     assert not hasattr(optimizer, "_amp_stash")
     larc = LARC(optimizer)
@@ -188,7 +177,7 @@ def test_the_stash_is_there_between_initialize_and_restore():
 
 def grouped(level):
     """Returns a model with a frozen weight, and an optimizer of weights and of biases."""
-    model = Net()
+    model = loops.Net()
     model.last.weight.requires_grad_(False)
     named = [*model.named_parameters()]
     groups = [{"params": [p for n, p in named if n.endswith(k)]} for k in ("weight", "bias")]
@@ -221,14 +210,14 @@ def test_the_stash_lists_pairs_in_one_order(level):
 
 
 def test_private_methods_do_as_in_apex(level):
-    model, optimizer = one_weight(level, loss_scale=8.0)
+    model, optimizer = loops.one_weight(level, loss_scale=8.0)
     for _ in range(2):
         optimizer._lazy_init_maybe_master_weights()
         optimizer._amp_lazy_init()
     assert optimizer._amp_stash.lazy_init_called
     for total in (0.5, 1.0):
         optimizer._prepare_amp_backward()
-        (slope(model, 0.5) * 8.0).backward()
+        (loops.slope(model, 0.5) * 8.0).backward()
         optimizer._post_amp_backward(_amp_state.loss_scalers[0])
         assert [p.grad.item() for p in amp.master_params(optimizer)] == [total]
     with torch.no_grad():
@@ -241,17 +230,17 @@ def adam(params):
     return torch.optim.Adam(params, lr=2**-6)
 
 
-@pytest.mark.parametrize("level", LEVELS_SHORT)
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_the_resume_idiom_of_bert_scripts_continues_bit_for_bit(level):
-    model, optimizer = prepared(level, adam, Net())
-    train(model, optimizer, data=small_batches(3))
+    model, optimizer = loops.prepared(level, adam, loops.Net())
+    loops.train(model, optimizer, data=loops.small_batches(3))
     parts = {"model": model, "optimizer": optimizer, "amp": amp}
     saved = {name: part.state_dict() for name, part in parts.items()}
     saved = copy.deepcopy({**saved, "master params": list(amp.master_params(optimizer))})
-    expected = train(model, optimizer, data=small_batches(3))
+    expected = loops.train(model, optimizer, data=loops.small_batches(3))
     del model, optimizer, parts
 
-    model, optimizer = prepared(level, adam, Net())
+    model, optimizer = loops.prepared(level, adam, loops.Net())
     model.load_state_dict(saved["model"])
     optimizer._lazy_init_maybe_master_weights()
     optimizer._amp_stash.lazy_init_called = True
@@ -259,4 +248,4 @@ def test_the_resume_idiom_of_bert_scripts_continues_bit_for_bit(level):
     for param, kept in zip(amp.master_params(optimizer), saved["master params"], strict=True):
         param.data.copy_(kept.data)
     amp.load_state_dict(saved["amp"])
-    assert train(model, optimizer, data=small_batches(3)) == expected
+    assert loops.train(model, optimizer, data=loops.small_batches(3)) == expected
