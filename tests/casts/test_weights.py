@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -635,6 +636,18 @@ def test_a_cell_casts_weights_once_that_no_graph_saves(level):
     model, _ = prepared(level, model=nn.LSTMCell(4, 4), loss_scale=1.0)
     output = sum(model(x)[0] for x in X.split(1)).sum()
     assert [casts_of(weight, output) for weight in model.parameters()] == [1] * 4
+
+
+def test_a_block_of_autocast_after_the_session_keeps_no_weight_alive(level):
+    model, optimizer = prepared(level)
+    model(X.double())  # from now on, our kernels cast in all layers
+    amp.restore(model, optimizer)
+    layer = nn.Linear(4, 4)
+    with torch.autocast("cpu", LOW[level]):
+        layer(X)
+    weight = weakref.ref(layer.weight)
+    del layer
+    assert weight() is None
 
 
 def test_a_registered_function_casts_a_weight_once_and_sees_a_write(level):

@@ -7,8 +7,8 @@ Note [Shared casts]
 
     torch's kernels share in its cache, in forward passes of prepared models. The cache stays from
     one pass to the next while an output awaits its backward pass and all weights are as before.
-    Our own kernels compare in each call, anywhere. They share the casts that a graph has saved, and
-    where torch's cache is on, all others, too.
+    Our own kernels compare in each call, anywhere. They share a cast while
+    a graph has saved it, and in a session also while torch's cache would.
 
     A backward pass, a step and the end of a session drop all casts. A forward pass without
     gradients drops its own, and does without torch's cache while that is kept for an output.
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from apex._core import tree
 from apex._core.op_casts import to_dtype
+from apex._engine.registry import live
 from apex._torch.autograd import backward_id, is_recorded
 from apex._torch.copies import current_stream
 from apex._torch.dynamo import untraced
@@ -49,7 +50,7 @@ class SharedCasts:
         self._saved = weakref.WeakValueDictionary[tuple[object, ...], Tensor]()
         # Models whose casts torch's cache may hold, with the state of their weights.
         self._cached: dict[_Weights, object] = {}
-        # What is kept of the first as torch's cache is: a graph does not save all of its weights.
+        # Casts of our kernels that live as long as torch's: a graph saves only some of them.
         self._kept: list[Tensor] = []
         # The hook of outputs that await their backward passes, which lives as long as a graph.
         self._hook: weakref.ref[Callable[..., None]] = _NONE
@@ -72,7 +73,7 @@ class SharedCasts:
         shared = to_dtype(tensor, dtype)
         shared.grad_fn.register_prehook(self.drop)  # type: ignore[union-attr]
         self._saved[key] = shared
-        if torch.is_autocast_cache_enabled():  # else a graph alone keeps it
+        if torch.is_autocast_cache_enabled() and live.specs():  # whose end drops it
             self._kept.append(shared)
         return shared
 
