@@ -290,10 +290,11 @@ def test_what_old_scripts_use_beside_apex_is_named(line, name, kind):
 
 @pytest.mark.parametrize(("name", "raises"), [("Adam", True), ("AdamW", True), ("NAdam", False)])
 def test_a_beta_that_is_an_integer_is_named_where_torch_rejects_it(name, raises):
-    line = "from torch import optim\noptim.{}(params, betas=({}, 0.9))"
-    verdicts = [verdict_of(use)[0] for use in names(ast.parse(line.format(name, 0)))]
-    assert verdicts == ["not supported"] * raises
-    assert not names(ast.parse(line.format(name, 0.0)))
+    line = "from torch import optim\noptim.{}(params, betas=({}, {}))"
+    for betas in ((0, 0.9), (0.9, 0)):
+        verdicts = [verdict_of(use)[0] for use in names(ast.parse(line.format(name, *betas)))]
+        assert verdicts == ["not supported"] * raises
+    assert not names(ast.parse(line.format(name, 0.0, 0.9)))
 
 
 # -- the report --------------------------------------------------------------------------------

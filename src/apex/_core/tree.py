@@ -187,7 +187,8 @@ def _replacement(fn: LeafFunction, obj: Any, outer: tuple[Any, ...] = ()) -> Any
     if isinstance(obj, (nn.Module, type)):
         return _SAME
     # An object's own ``to`` takes precedence over its base type: a packed sequence is a named
-    # tuple. Not that of a dict, such as a tokenizer's batch, which may take devices alone.
+    # tuple. Not that of a dict, such as a tokenizer's batch, which may take devices alone. Looked
+    # up on the class: objects with ``__getattr__`` seem to have every attribute.
     is_dict = isinstance(obj, (dict, UserDict))
     if not is_dict and callable(getattr(type(obj), "to", None)):
         new = fn(obj)

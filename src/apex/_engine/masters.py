@@ -644,7 +644,7 @@ class MasterTable:
         return pair.master
 
     def master_of(self, tensor: Tensor) -> Tensor:
-        """Returns a parameter's master, which follows it before; other tensors unchanged."""
+        """Returns a parameter's master, updated from its weight; other tensors unchanged."""
         pair = self.pair_of(tensor)
         if pair is None or pair.master.device != tensor.device:
             return tensor

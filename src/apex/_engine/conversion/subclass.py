@@ -191,11 +191,10 @@ class _Method:
             raise RuntimeError(_ONNX)
         state = _own_state(model)
         reader = sys._getframe(1)
-        view = view_for(reader, self._name)
+        view = view_for(reader, self._name, state.session.masters)
         if view is not None:
             state.use()
-            shown = functools.partial(view, state.session.masters)
-            return lambda: map(shown, function(model))
+            return lambda: map(view, function(model))
         state.use(reader)
         return MethodType(function, model)
 

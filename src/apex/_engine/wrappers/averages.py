@@ -13,8 +13,10 @@ _CALLBACKS = ("callbacks.weight_averaging", "callbacks.stochastic_weight_avg")
 """Lightning's modules, which also write the averages into the model."""
 
 
-def view_for(reader: FrameType, method: str) -> Callable[[MasterTable, Tensor], Tensor] | None:
-    """Returns what a frame that averages gets for each tensor that a model's method yields.
+def view_for(
+    reader: FrameType, method: str, masters: MasterTable
+) -> Callable[[Tensor], Tensor] | None:
+    """Returns what replaces each tensor that a model's method yields, for a frame that averages.
 
     ``None`` for other frames and methods.
     """
@@ -22,5 +24,7 @@ def view_for(reader: FrameType, method: str) -> Callable[[MasterTable, Tensor], 
         return None
     module = str(reader.f_globals.get("__name__"))
     if module == "torch.optim.swa_utils":
-        return MasterTable.in_fp32
-    return MasterTable.master_of if module.endswith(_CALLBACKS) else None
+        return masters.in_fp32
+    if module.endswith(_CALLBACKS):
+        return masters.master_of
+    return None

@@ -159,9 +159,11 @@ class _Visitor(ast.NodeVisitor):
         if function == LOAD and "weights_only" not in keywords:
             yield LOAD
         for keyword in node.keywords:
-            refused = f"{function}({keyword.arg})"
-            if refused in GONE and ast.unparse(keyword.value).startswith("(0,"):
-                yield refused
+            argument = f"{function}({keyword.arg})"
+            match keyword.value:
+                case ast.Tuple([ast.Constant(int()), _] | [_, ast.Constant(int())]):
+                    if argument in GONE:
+                        yield argument
         models = map(self._full_name, node.args[:1])
         if function == "apex.amp.initialize" and _WRAPPED_MODEL in models:
             yield WRAPPED
