@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 import pickle
+import sys
 import typing
 from unittest import mock
 
@@ -55,6 +56,14 @@ class WiderZeroGrad(nn.Linear):
     def zero_grad(self, set_to_none=True, verbose=False):
         super().zero_grad(set_to_none)
         self.said += verbose
+
+
+if sys.version_info >= (3, 14):  # which evaluates no annotation before somebody asks
+
+    @idiom(shape_of)
+    class AnnotatedForCheckers(nn.Linear):
+        def forward(self, batch: Batch) -> Batch:  # noqa: F821
+            return super().forward(batch)
 
 
 # -- super, and the class as a name ----------------------------------------------------------------

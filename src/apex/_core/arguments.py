@@ -8,10 +8,17 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 from torch import Tensor, nn
+
+_ANNOTATIONS: Mapping[str, Any] = {}
+if sys.version_info >= (3, 14):  # which evaluates annotations only now: some names may not exist
+    import annotationlib
+
+    _ANNOTATIONS = {"annotation_format": annotationlib.Format.FORWARDREF}
 
 _LONGEST = 80
 """Characters of a value that an error shows; longer ones are described by their type."""
@@ -122,10 +129,15 @@ def loss(caller: str, value: object) -> None:
         )
 
 
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Returns the signature of ``function``, whose annotations may name what only checkers know."""
+    return inspect.signature(function, **_ANNOTATIONS)
+
+
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Returns the parameters of ``function`` by name; none if it is written in C."""
     try:
-        return inspect.signature(function).parameters
+        return signature_of(function).parameters
     except (TypeError, ValueError):
         return {}
 

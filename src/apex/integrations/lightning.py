@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from apex import amp
+from apex._core.arguments import parameters_of
 from apex._core.mixins import plain_class
 from apex._core.param_groups import params_of
 from apex._engine.conversion.state import state_of
@@ -278,8 +279,7 @@ def _may_evaluate_again(optimizer: Optimizer) -> bool:
     original = plain_class(type(optimizer))
     if original.__module__.startswith(("torch.optim.", "apex.")):
         return issubclass(original, LBFGS)
-    parameters = inspect.signature(original.step).parameters
-    closure = parameters.get("closure")
+    closure = parameters_of(original.step).get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return True
     prepared = prepared_state(optimizer)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import dtypes, tree
-from apex._core.arguments import positional_names
+from apex._core.arguments import positional_names, signature_of
 from apex._core.mixins import plain_class, swap_class, with_mixin
 from apex._engine.conversion import hints
 from apex._engine.conversion.casts import cast_parts, restore, undo_convert
@@ -228,7 +228,7 @@ def _casting_forward(own: Any) -> Any:
     function = inspect.getattr_static(own, "forward")
     if isinstance(function, FunctionType):
         shown: Any = functools.update_wrapper(forward, function)
-        shown.__signature__ = inspect.signature(function)  # for ``inspect.getfullargspec``
+        shown.__signature__ = signature_of(function)  # for ``inspect.getfullargspec``
     return forward
 
 

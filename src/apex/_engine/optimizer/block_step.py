@@ -13,7 +13,6 @@ Note [The step block by block]
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -24,6 +23,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._core import tree
+from apex._core.arguments import parameters_of
 from apex._core.foreach.layouts import shared_layout
 from apex._engine import masters
 from apex._engine.masters import MasterPair
@@ -294,7 +294,7 @@ def skips_in_kernel(optimizer: Optimizer, found_inf: Tensor) -> bool:
     declared = getattr(optimizer, "_step_supports_amp_scaling", False)
     fused = declared and all(group.get("fused", True) for group in optimizer.param_groups)
     own: Any = optimizer.__class__
-    return fused and "grad_scaler" not in inspect.signature(own.step).parameters
+    return fused and "grad_scaler" not in parameters_of(own.step)
 
 
 def _starts_momentum(optimizer: Optimizer) -> bool:
