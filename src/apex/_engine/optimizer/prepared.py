@@ -232,7 +232,6 @@ class PreparedOptimizer:
             return
         if scaled:
             params = self.trained_params()
-        session.ddp.check_finished(params)
         self.stash.put_aside(params, session.ddp.reused(params))
 
     def give_back(self) -> bool:

@@ -222,11 +222,12 @@ class Watch(Observer):
         until: ExitStack,
     ) -> None:
         """Watches what a forward pass of a 16-bit model loses."""
+        if not state.plan.casts_down:
+            return
         is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        if state.plan.casts_down and not is_tracing:
-            writes = self._writes_of(state)
-            if writes.left > 0:
-                until.enter_context(writes.watch(model, state, forward, given, cast))
+        writes = self._writes_of(state)
+        if writes.left > 0 and not is_tracing:
+            until.enter_context(writes.watch(model, state, forward, given, cast))
 
     def loading(self, state: ModelState) -> None:
         """Starts anew: tensors that a load writes are neither averages nor counters."""

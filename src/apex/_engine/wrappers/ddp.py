@@ -110,23 +110,24 @@ class DDPWrappers:
             self.wrappers[active].mark_forward(active, watched=watched)
 
     def reused(self, params: Sequence[Tensor]) -> set[int]:
-        """Returns ids of the parameters whose gradients are views of buffers of their wrappers."""
+        """Returns ids of the parameters whose gradients are views of buffers of their wrappers.
+
+        Raises:
+            RuntimeError: If a wrapper has yet to replace gradients by averages.
+        """
         reused: set[int] = set()
         for wrapper, state in self._of(params):
+            if ddp.is_unfinished(wrapper):
+                raise RuntimeError(
+                    "amp.scale_loss was entered before DistributedDataParallel had averaged the "
+                    "gradients of the block before, whose loss did not use all parameters. Add up "
+                    "the losses of a forward pass in one block, or pass delay_unscale=True to all "
+                    "blocks but the last. If no loss uses some parameters, pass "
+                    "find_unused_parameters=True to DistributedDataParallel."
+                )
             if wrapper.gradient_as_bucket_view:
                 reused |= state.sent
         return reused
-
-    def check_finished(self, params: Sequence[Tensor]) -> None:
-        """Raises RuntimeError if a wrapper has yet to replace gradients by averages."""
-        if self.is_unfinished(params):
-            raise RuntimeError(
-                "amp.scale_loss was entered before DistributedDataParallel had averaged the "
-                "gradients of the block before, whose loss did not use all parameters. Add up the "
-                "losses of a forward pass in one block, or pass delay_unscale=True to all blocks "
-                "but the last. If no loss uses some parameters, pass find_unused_parameters=True "
-                "to DistributedDataParallel."
-            )
 
     def is_unfinished(self, params: Sequence[Tensor]) -> bool:
         """Returns whether a wrapper has yet to replace gradients of parameters by averages."""
