@@ -24,6 +24,9 @@ from tests.support.loops import Body, at_levels, every, grads, in_a_thread, prep
 LOW = {"O1": torch.float16, "O4": torch.bfloat16}
 level = at_levels(*LOW)
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
+shares_casts = pytest.mark.skipif(
+    TORCH_VERSION < (2, 11), reason="this torch casts a weight at each use"
+)
 
 
 class Layers(nn.Module):
@@ -591,7 +594,7 @@ def test_a_loop_keeps_what_autocast_keeps(name, level):
     handle._deactivate()
 
 
-@pytest.mark.skipif(TORCH_VERSION < (2, 11), reason="this torch casts a weight at each use")
+@shares_casts
 @pytest.mark.parametrize("is_part", [False, True])
 def test_models_share_the_casts_of_their_common_weight(level, is_part):
     layer = nn.Linear(8, 8)
@@ -631,6 +634,7 @@ def casts_of(weight, output):
     return casts
 
 
+@shares_casts
 def test_a_cell_casts_weights_once_that_no_graph_saves(level):
     """Neither the inputs nor the first states need gradients."""
     model, _ = prepared(level, model=nn.LSTMCell(4, 4), loss_scale=1.0)

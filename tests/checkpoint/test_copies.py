@@ -198,7 +198,7 @@ class Delegating:
         self.model = model
 
     def __getattr__(self, name):
-        if name in ("model", "__setstate__"):
+        if name in ("model", "__setstate__", "__getstate__"):
             raise AttributeError(name)
         return getattr(self.model, name)
 

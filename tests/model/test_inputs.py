@@ -67,6 +67,9 @@ class Attributes(dict):
     def __getattr__(self, name):
         return self[name] if name.startswith("__") else "nothing"
 
+    def __getstate__(self):  # as every object has from Python 3.11 on
+        return vars(self) or None
+
 
 CONTAINERS = [
     lambda t: [t, 1],
