@@ -45,6 +45,14 @@ def test_nothing_is_compiled_after_the_second_iteration(level):
     assert graphs.frame_count == 2
 
 
+def test_a_class_of_models_uses_up_the_recompile_limit_of_no_other(level):
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for model in (loops.net(), nn.Linear(4, 2), loops.Net()):
+            run, graphs = cases.compiled(loops.prepared(level, model=model)[0])
+            run(torch.randn(3, 4))
+            assert graphs.frame_count == 1
+
+
 @pytest.mark.parametrize("compile_model", ["torch.compile first", "model.compile first", "after"])
 @pytest.mark.parametrize("level", ["O2", "O4"])
 def test_a_model_may_be_compiled_before_or_after_initialize(level, compile_model):
