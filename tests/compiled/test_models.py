@@ -45,6 +45,14 @@ def test_nothing_is_compiled_after_the_second_iteration(level):
     assert graphs.frame_count == 2
 
 
+def test_a_class_of_models_uses_up_the_recompile_limit_of_no_other(level):
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for model in (loops.net(), nn.Linear(4, 2), loops.Net()):
+            run, graphs = cases.compiled(loops.prepared(level, model=model)[0])
+            run(torch.randn(3, 4))
+            assert graphs.frame_count == 1
+
+
 @pytest.mark.parametrize("compile_model", ["torch.compile first", "model.compile first", "after"])
 @pytest.mark.parametrize("level", ["O2", "O4"])
 def test_a_model_may_be_compiled_before_or_after_initialize(level, compile_model):
@@ -225,16 +233,40 @@ def test_compiled_code_follows_a_changed_op_table():
     assert run(x).dtype is softmax(x).dtype
 
 
+@torch.compiler.assume_constant_result  # dynamo calls it at tracing
+def collect():
+    gc.collect()
+    return 1.0
+
+
+def prepared_until_a_collection(level):
+    model, _ = loops.prepared(level)
+    model.cycle = [model]
+
+
+def collecting_backend(graph, example_inputs):
+    gc.collect()
+    return graph
+
+
 def test_a_session_that_ends_while_dynamo_traces_leaves_no_casts():
-    model, _ = loops.prepared("O1")
-    model.cycle = [model]  # only a garbage collection ends it
-    del model, _
-
-    def backend(graph, example_inputs):
-        gc.collect()
-        return graph
-
-    torch.compile(torch.sin, backend=backend)(torch.ones(2))
+    prepared_until_a_collection("O1")
+    torch.compile(torch.sin, backend=collecting_backend)(torch.ones(2))
     with amp.disable_casts():
         pass
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("ends", ["before", "after"])
+@pytest.mark.parametrize(("ended", "level"), [("O4", "O0"), ("O4", "O2"), ("O1", "O5")])
+def test_a_session_that_ends_while_dynamo_traces_changes_no_other_model(ended, level, ends):
+    """It ends before the forward of the other is traced, or before its guards are made."""
+    plain = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    prepared_until_a_collection(ended)
+    model, _ = loops.prepared(level, model=plain)
+    factor = collect if ends == "before" else float
+    backend = "aot_eager" if ends == "before" else collecting_backend
+    run = torch.compile(lambda x: torch.softmax(model(x * (1.0 + factor())), 1), backend=backend)
+    x = torch.randn(3, 4)
+    output = run(x)
+    assert loops.same(output, torch.softmax(model(x * (1.0 + factor())), 1))

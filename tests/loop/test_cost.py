@@ -1,6 +1,7 @@
 """What amp costs: host syncs per iteration, and stored bytes per parameter."""
 
 import pytest
+from torch import nn
 
 from tests.support import loops
 from tests.support.host_reads import reads_of, waits_are_errors
@@ -35,3 +36,22 @@ def test_an_iteration_with_any_other_optimizer_has_at_most_one_host_read_more(le
     own = reads_of(model, loops.OPTIMIZERS[name](model.parameters()), loops.plain_step)
     pair = loops.prepared(level, loops.OPTIMIZERS[name], loss_scale="dynamic")
     assert reads_of(*pair, loops.train_step, steps=3) <= own + 3
+
+
+class CountedLayer(nn.Linear):
+    """Counts the walks through its modules."""
+
+    walks = 0
+
+    def named_modules(self, *args, **kwargs):
+        self.walks += 1
+        return super().named_modules(*args, **kwargs)
+
+
+def test_a_step_of_fp32_weights_that_amp_has_not_prepared_walks_through_no_model(level):
+    model, _ = loops.prepared(level, model=nn.Sequential(CountedLayer(4, 2)))
+    plain, optimizer = loops.plain_pair()
+    loops.plain_step(plain, optimizer, *loops.batch())
+    before = model[0].walks
+    loops.plain_step(plain, optimizer, *loops.batch())
+    assert model[0].walks == before

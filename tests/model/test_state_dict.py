@@ -143,6 +143,24 @@ def test_a_tied_weight_is_saved_once(level):
     assert before["head.weight"].any()
 
 
+class CountedEntries(OrderedDict):
+    """Counts the walks through its values."""
+
+    walks = 0
+
+    def values(self):
+        self.walks += 1
+        return super().values()
+
+
+def test_saving_walks_through_no_entries_for_each_weight():
+    model, _ = with_masters(BufferNet())
+    entries = CountedEntries()
+    entries._metadata = OrderedDict()
+    model.state_dict(destination=entries)
+    assert entries.walks == 0 < len(entries)
+
+
 def test_a_part_is_saved_as_it_is_now_and_without_its_model():
     model, _ = with_masters(BufferNet())
     part = model.last

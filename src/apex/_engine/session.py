@@ -20,9 +20,9 @@ from apex._engine.autocast.ambient import (
     begin_casts,
     end_casts,
     follow_sessions,
+    tag_caches,
     this_thread,
 )
-from apex._engine.autocast.kernels import tag_caches
 from apex._engine.autocast.region import AmbientRegion, AutocastRegion, Region
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.masters import (

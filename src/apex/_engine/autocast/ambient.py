@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 
 from apex._core.op_table import AutocastSpec
 from apex._core.tree import Args, Call, Kwargs
-from apex._engine.autocast import kernels
 from apex._engine.autocast.weights import shared
 from apex._engine.registry import live
 from apex._torch.autograd import autocast_depth, backward_id
@@ -181,6 +180,41 @@ def this_thread() -> object:
     return _here.token
 
 
+def _specs_with_rows() -> list[AutocastSpec]:
+    """Returns the op casts whose rows apply in this thread, oldest first.
+
+    While dynamo traces, the state of a session that is collected stays, and its rows with it.
+    """
+    return [*_here.specs, *live.specs()]
+
+
+def newest(device: str, dtype: torch.dtype) -> AutocastSpec | None:
+    """Returns the newest spec of a device type and dtype whose rows apply in this thread."""
+    for spec in reversed(_specs_with_rows()):
+        if spec.dtype is dtype and device in spec.device_types:
+            return spec
+    return None
+
+
+_TAG = "-apex-"
+
+
+def tag_caches() -> None:
+    """Adds the rows that apply to the key of compilers' caches, which outlive the process.
+
+    Casts are built into code that was compiled under them, and the caches do not see our kernels.
+    Without the tag, a process without apex would load such code. Each thread has its own key, so
+    the rows of a session that ended in another thread stay in it until this thread's next amp call.
+    """
+    from torch.compiler import config
+
+    digests = {spec.digest for spec in _specs_with_rows()}
+    tag, _, _ = config.cache_key_tag.partition(_TAG)  # what others have set
+    for digest in sorted(digests):
+        tag += _TAG + digest
+    config.cache_key_tag = tag
+
+
 def begin_casts() -> None:
     """Sets the thread's casts by its sessions, one of which has begun outside of blocks."""
     follow_sessions()
@@ -192,9 +226,9 @@ def end_casts() -> None:
 
     Safe in finalizers and in any thread.
     """
-    kernels.tag_caches()
     shared.drop()
     follow_sessions()
+    tag_caches()
 
 
 @untraced
@@ -205,7 +239,6 @@ def follow_sessions() -> None:
     specs = live.specs(begun_in=_here.token)
     if specs == _here.specs:
         return
-    kernels.tag_caches()
     # A block, a backward pass and dynamo restore autocast's state when they end.
     if autocast_depth() > 0 or backward_id() != -1 or is_compiling_here():
         return
@@ -214,6 +247,7 @@ def follow_sessions() -> None:
         if not {*spec.device_types} <= {*devices}:
             return  # a kernel or a step has turned casts off for a while
     _here.set_state(specs)
+    tag_caches()
 
 
 def _end_in_fork() -> None:

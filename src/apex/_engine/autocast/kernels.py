@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from apex._core import op_rows
 from apex._core.op_casts import cast_operands, floating_dtypes, tensors_in
 from apex._core.op_table import AutocastSpec, OpTable
+from apex._engine.autocast.ambient import newest
 from apex._engine.autocast.weights import shared
-from apex._engine.registry import live
 from apex._torch import dispatcher, dynamo
 from apex._torch.autograd import autocast_depth, backward_id, is_formula
 from apex._torch.dispatcher import AUTOCAST_KEYS
@@ -67,33 +67,6 @@ def register(device: str, ops: Iterable[str]) -> None:
                 kernel = _build(op, device)
                 dispatcher.register(op, kernel, AUTOCAST_KEYS[device])
                 _registered.add((device, op))
-
-
-def newest(device: str, dtype: torch.dtype) -> AutocastSpec | None:
-    """Returns the newest live spec of a device type and dtype."""
-    for spec in reversed(live.specs()):
-        if spec.dtype is dtype and device in spec.device_types:
-            return spec
-    return None
-
-
-_TAG = "-apex-"
-
-
-def tag_caches() -> None:
-    """Adds the live rows to the key of compilers' caches, which outlive the process.
-
-    Casts are built into code that was compiled under them, and the caches do not see our kernels.
-    Without the tag, a process without apex would load such code. Each thread has its own key, so
-    the rows of a session that ended in another thread stay in it until this thread's next amp call.
-    """
-    from torch.compiler import config
-
-    digests = {spec.digest for spec in live.specs()}
-    tag, _, _ = config.cache_key_tag.partition(_TAG)  # what others have set
-    for digest in sorted(digests):
-        tag += _TAG + digest
-    config.cache_key_tag = tag
 
 
 def _not_as_in_torch(table: OpTable, device: str) -> Iterator[str]:

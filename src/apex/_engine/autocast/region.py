@@ -20,6 +20,7 @@ from apex._engine.autocast.ambient import (
     devices_of_sessions,
     devices_on,
     follow_sessions,
+    newest,
 )
 from apex._torch.autograd import backward_id
 from apex._torch.dynamo import at_tracing, is_compiling, untraced
@@ -159,7 +160,7 @@ def devices_cast() -> list[str]:
 @at_tracing
 def _is_ours(device: str) -> bool:
     dtype = torch.get_autocast_dtype(device)
-    return kernels.newest(device, dtype) is not None
+    return newest(device, dtype) is not None
 
 
 def active_dtype() -> torch.dtype | None:

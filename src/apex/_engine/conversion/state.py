@@ -248,7 +248,7 @@ class ModelState:
                 continue
             # A tied weight is one tensor under all its names in these entries.
             exact = self._saved.get(id(tensor))
-            if all(exact is not other for other in entries.values()):
+            if exact is None or all(exact is not other for other in entries.values()):
                 exact = exact_value(entry, self.session.masters.exact_value(tensor))
                 self._saved[id(tensor)] = exact
             entries[prefix + key] = exact

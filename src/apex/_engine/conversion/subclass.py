@@ -225,6 +225,8 @@ def _casting_forward(own: Any) -> Any:
             state.await_backward(output)
         return end_call(state, output)
 
+    # Dynamo counts recompilations by code object, and classes must not share its limit.
+    forward.__code__ = forward.__code__.replace()
     function = inspect.getattr_static(own, "forward")
     if isinstance(function, FunctionType):
         shown: Any = functools.update_wrapper(forward, function)

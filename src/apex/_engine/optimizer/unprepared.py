@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -24,13 +24,15 @@ from apex._torch.dynamo import untraced
 from apex._torch.modules import named_tensors
 
 
-def _weights_of_models(session: Session, params: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yields those of some parameters that are 16-bit weights of a session's models."""
+def _weights_of_models(session: Session, params: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yields those of some 16-bit parameters that are weights of a session's models."""
+    if not params:
+        return  # a walk through large models would take longer than the step
     weights: set[int] = set()
     for model in session.models:
         weights.update(map(id, named_tensors(model).values()))
     for param in params:
-        if id(param) in weights and dtypes.is_low_precision(param):
+        if id(param) in weights:
             yield param
 
 
@@ -71,11 +73,12 @@ class _Hooks:
         versions = self._versions.get(optimizer, {})
         is_fused = any(group.get("fused") for group in optimizer.param_groups)  # counts no writes
         params = params_of(optimizer)
+        low_precision = [*filter(dtypes.is_low_precision, params)]
         for session in Session.live:
             if not session.follows_other_steps:
                 continue
             written: list[Tensor] = []
-            for param in _weights_of_models(session, params):
+            for param in _weights_of_models(session, low_precision):
                 if is_fused or versions.get(id(param)) != param._version:
                     written.append(param)
                 increment_version(param)
