@@ -22,7 +22,7 @@ from apex._engine.restore import make_plain
 from apex._engine.scaler import Scaler
 from apex.amp import _initialize, inputs, report, scaler_states
 from apex.amp._amp_state import _amp_state
-from apex.amp.optimizers import unwrapped
+from apex.amp.optimizers import listed, unwrapped
 from apex.amp.properties import (
     O0,
     O1,
@@ -204,6 +204,7 @@ def initialize(
     )
     model_list = inputs.model_list(models, to_16_bits=plan.casts_down)
     inputs.check_models(model_list, plan)
+    inputs.check_wrappers(listed(optimizers))
     optimizer_list = [] if optimizers is None else unwrapped(optimizers)
     inputs.check_optimizers(optimizer_list, model_list, policy)
     if policy.master_weights and optimizer_list:
