@@ -65,6 +65,7 @@ def test_a_grad_scaler_may_step_inside(fused, bad):
     with frozen_updates(optimizer) as updates:
         scaler.step(optimizer)
     assert (updates.frozen, updates.wanted) == ((0, 0) if bad else (1, 2))
+    assert ("`apex trace` names the operator behind inf or NaN" in str(updates)) is bad
 
 
 def pair_with_grads(**options):

@@ -277,7 +277,7 @@ def test_before_initialize_the_error_shows_the_call():
 def test_an_optimizer_that_amp_has_not_prepared_is_refused_with_the_call(level):
     model, optimizer = loops.prepared(level)
     loss, other = loops.loss_of(model, *loops.batch()), loops.sgd(loops.net().parameters())
-    words = rf"has prepared\. Copies are plain\. Pass it(?s:.*)opt_level='{level}'"
+    words = rf"has prepared; copies of these are plain\. Pass yours(?s:.*)opt_level='{level}'"
     for given in (other, [optimizer, other]):
         with loops.nothing_changes(model, optimizer), pytest.raises(RuntimeError, match=words):
             amp.scale_loss(loss, given)

@@ -320,6 +320,16 @@ def test_an_optimizer_that_amp_has_prepared_is_refused(wrapper):
         wrapper(optimizer)
 
 
+def test_amp_initialize_refuses_one(wrapper):
+    model = nn.Linear(1, 1)
+    optimizer = wrapper(sgd(model))
+    words = r"FP16_Optimizer, which has a loss scale of its own. Pass a plain"
+    for given in (optimizer, [optimizer]):
+        with loops.nothing_changes(model), pytest.raises(RuntimeError, match=words):
+            amp.initialize(model, given, opt_level="O2", verbosity=0)
+    amp.initialize(model, optimizer, enabled=False)
+
+
 # -- files -----------------------------------------------------------------------------------
 
 

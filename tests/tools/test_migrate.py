@@ -297,6 +297,15 @@ def test_a_beta_that_is_an_integer_is_named_where_torch_rejects_it(name, raises)
     assert not names(ast.parse(line.format(name, 0.0, 0.9)))
 
 
+@pytest.mark.parametrize("name", ["StepLR", "ReduceLROnPlateau"])
+def test_a_scheduler_s_verbose_is_named_as_torch_rejects_it(name):
+    line = "from torch.optim import lr_scheduler\nlr_scheduler.{}(optimizer, {}verbose={})"
+    for value in (True, False, "args.verbose"):
+        (use,) = names(ast.parse(line.format(name, "patience=2, ", value)))
+        assert verdict_of(use)[0] == "not supported"
+    assert not names(ast.parse(line.format(name, "not_", True)))
+
+
 # -- the report --------------------------------------------------------------------------------
 
 TRAIN = """

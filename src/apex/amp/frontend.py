@@ -22,7 +22,7 @@ from apex._engine.restore import make_plain
 from apex._engine.scaler import Scaler
 from apex.amp import _initialize, inputs, report, scaler_states
 from apex.amp._amp_state import _amp_state
-from apex.amp.optimizers import unwrapped
+from apex.amp.optimizers import listed, unwrapped
 from apex.amp.properties import (
     O0,
     O1,
@@ -145,8 +145,8 @@ def initialize(
         RuntimeError: If the level is unknown or cannot honour an override; if a model is
             float64 at O1 or O4, on the meta device, lazy or wrapped; if it is already prepared,
             unless both the old and the new level keep fp32 weights (O0, O1, O4); if an
-            optimizer is already prepared; if a weight has a master of an earlier call; under
-            ``torch.inference_mode()``; if cuDNN is disabled.
+            optimizer is already prepared, or an ``FP16_Optimizer``; if a weight has a master of an
+            earlier call; under ``torch.inference_mode()``; if cuDNN is disabled.
         TypeError: If a model, optimizer or value has the wrong type.
         ValueError: If a number is out of range; if a model or optimizer is given twice; if an
             optimizer has no parameters; if all have only parameters of other models.
@@ -204,6 +204,7 @@ def initialize(
     )
     model_list = inputs.model_list(models, to_16_bits=plan.casts_down)
     inputs.check_models(model_list, plan)
+    inputs.check_wrappers(listed(optimizers))
     optimizer_list = [] if optimizers is None else unwrapped(optimizers)
     inputs.check_optimizers(optimizer_list, model_list, policy)
     if policy.master_weights and optimizer_list:

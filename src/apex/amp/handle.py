@@ -296,8 +296,8 @@ def session_of(
     if _amp_state.initialized:
         level = _amp_state.opt_properties.options.get("opt_level", level)
         why = (
-            "got no optimizer that amp has prepared. Copies are plain. Pass it to amp.initialize "
-            "and use the result:"
+            "takes optimizers that amp has prepared; copies of these are plain. Pass yours to "
+            "amp.initialize and use the result:"
         )
     raise RuntimeError(
         f"{caller} {why}\n    "

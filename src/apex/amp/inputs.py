@@ -105,6 +105,17 @@ def _check_distinct(models: Sequence[nn.Module]) -> None:
         )
 
 
+def check_wrappers(optimizers: Iterable[Any]) -> None:
+    """Raises apex's RuntimeError for an ``FP16_Optimizer``, which divides gradients once more."""
+    for optimizer in optimizers:
+        if getattr(optimizer, "loss_scaler", None) is not None:
+            raise RuntimeError(
+                f"amp.initialize got {kind(optimizer)}, which has a loss scale of its own. Pass a "
+                "plain optimizer of the model's parameters, and use amp.scale_loss(loss, "
+                "optimizer) in place of optimizer.backward(loss)."
+            )
+
+
 def check_optimizers(
     optimizers: Sequence[Optimizer], models: Sequence[nn.Module], policy: Policy
 ) -> None:

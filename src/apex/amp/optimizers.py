@@ -42,11 +42,14 @@ def unwrapped(optimizers: Any) -> list[Optimizer]:
     Raises:
         TypeError: If one is not an optimizer.
     """
+    return [*map(unwrap, listed(optimizers))]
+
+
+def listed(optimizers: Any) -> Collection[Any]:
+    """Returns the collection that is given, or a list of the one optimizer."""
     # First, as the other question asks a prepared optimizer for the class that it shows.
     is_one = getattr(optimizers, "zero_grad", None) is not None
-    if is_one or not isinstance(optimizers, Collection):
-        optimizers = [optimizers]
-    return [*map(unwrap, optimizers)]
+    return [optimizers] if is_one or not isinstance(optimizers, Collection) else optimizers
 
 
 def _inside(optimizer: Any) -> Optimizer | None:

@@ -307,7 +307,10 @@ class FrozenUpdates:
 
     def __str__(self) -> str:
         if not self._steps:
-            return "No optimizer stepped."
+            return (
+                "No optimizer stepped. If overflows skipped every step, `apex trace` names the "
+                "operator behind inf or NaN."
+            )
         lines = []
         if self.worst is not None:
             lines.append(f"Updates lost: {self.worst}")

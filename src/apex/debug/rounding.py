@@ -133,7 +133,9 @@ _FOREIGN = (*tracing.EXCHANGES, "fsdp", "inductor", "prim", "profiler")
 _WORKSPACES = ("workspace", "reserve", "reserveSpace")
 """Names of arguments that a forward kernel filled, in its own layout, for its backward."""
 
-_OVERFLOW = "it returned inf or NaN where fp32 does not; amp.debug.trace_overflow tells why"
+_OVERFLOW = (
+    "it returned inf or NaN where fp32 does not; `apex trace` or amp.debug.trace_overflow tells why"
+)
 
 
 class RoundingTrace(GradientEnds):

@@ -70,7 +70,7 @@ class Health:
             ", ".join(f"{name} {version}" for name, version in self.versions.items()),
             whose(self.origins),
             "\n".join(_speed_lines(self)),
-            wrapped(f"{self.advice} `apex compare` measures the gain on your model."),
+            wrapped(f"{self.advice} `apex compare` measures the levels on your model."),
         ]
         return "\n\n".join(parts)
 

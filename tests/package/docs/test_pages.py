@@ -62,6 +62,8 @@ STALE = {
     "Iterable": "from collections import Iterable",
     "stride": "import torch\ntorch.ones(4, 5).t().eq(1)[:3].view(-1)",
     "betas": "import torch\ntorch.optim.Adam([torch.ones(1)], betas=(0, 0.9))",
+    "verbose": "import torch\noptimizer = torch.optim.SGD([torch.ones(1)])\n"
+    "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, verbose=True)",
     "boolean": "import torch\ntorch.ones(2).masked_fill_(torch.ones(2).byte(), 0)",
     "next": "import torch\niter(torch.utils.data.DataLoader([1])).next()",
     "zero_": "import torch\nw = torch.ones(1, requires_grad=True)\nw.sum().backward()\n"

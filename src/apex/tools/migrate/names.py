@@ -160,8 +160,10 @@ class _Visitor(ast.NodeVisitor):
             yield LOAD
         for keyword in node.keywords:
             argument = f"{function}({keyword.arg})"
-            match keyword.value:
-                case ast.Tuple([ast.Constant(int()), _] | [_, ast.Constant(int())]):
+            match keyword:
+                case ast.keyword("verbose") | ast.keyword(
+                    "betas", ast.Tuple([ast.Constant(int()), _] | [_, ast.Constant(int())])
+                ):
                     if argument in GONE:
                         yield argument
         models = map(self._full_name, node.args[:1])
