@@ -33,14 +33,18 @@ def test_the_fastest_sound_level_is_advised():
     assert found.level == "O5"
     said = r"Use O5 \(bf16 model, fp32 batch norm and masters\): 2\.0\dx as fast as fp32 "
     assert re.match(said + r"\(1\.9\d to ", found.text)
+    assert found.text.endswith("within the noise of fp32.")
     assert words(found) == {"O0": "baseline", "O4": "usable", "O5": "use"}
 
 
 def test_levels_that_train_as_well_as_fp32_are_named_and_those_that_do_not():
-    results = result_of("O0"), result_of("O4"), result_of("bf16", losses=SLOW_LOSSES)
-    said = "Training is as good as in fp32 at O4. Training is worse at bf16."
+    emulated = replace(result_of("O1"), emulated="fp16 is emulated on this CPU")
+    skipped = replace(result_of("O2"), skipped="it would take an hour")
+    results = result_of("O0"), emulated, skipped, result_of("bf16", losses=SLOW_LOSSES)
+    said = "Training is as good as in fp32 at O1. Training is worse at bf16."
     for load in (IDLE, Load(8.0, 2)):
-        assert comparison_of(*results, load=load).recommendation.quality == said
+        found = comparison_of(*results, load=load).recommendation
+        assert (found.quality, words(found)["O1"]) == (said, "usable")
     assert comparison_of(*results, steps=5).recommendation.quality == ""
 
 
@@ -103,6 +107,9 @@ def test_times_that_vary_too_much_give_no_verdict():
     assert found.text.endswith("Run again with more --rounds.")
     assert words(found) == {"O0": "baseline", "O4": "unclear"}
     assert judged(1.0, noisy=True, seed=1).recommendation.level is None  # it may be much faster
+    base, level = planted(1.0, noisy=True, seed=1)
+    smaller = result_of("O4", samples=level)
+    assert comparison_of(result_of(samples=base, saved=10**9), smaller).recommendation.level is None
 
 
 TOO_FEW = [
@@ -159,7 +166,7 @@ def test_an_fp32_loss_that_is_not_finite_is_told_first():
     base = result_of("O0", losses=(math.nan,) * 25)
     emulated = replace(result_of("O1"), emulated="fp16 is emulated on this CPU")
     found = comparison_of(base, emulated, result_of("O5")).recommendation
-    assert found.level is None
+    assert (found.level, found.quality) == (None, "")
     assert words(found) == {"O0": "baseline", "O1": "unclear", "O5": "unclear"}
     assert all("as well as fp32" not in why for why in whys(found).values())
     assert found.text == (
@@ -183,6 +190,7 @@ def test_a_level_that_is_fast_and_unsound_is_refused_with_the_reason(changes, wh
     assert found.level == "O0"
     assert words(found)["O4"] == "no"
     assert why in whys(found)["O4"]
+    assert found.quality == "Training is worse at O4."
 
 
 # -- the interval ----------------------------------------------------------------------------
