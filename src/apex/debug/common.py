@@ -106,8 +106,7 @@ def loss_of(
 def gradients(loss: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Returns the gradients of a loss; neither writes ``.grad`` nor runs its hooks."""
     with casts_off():
-        wide_loss = loss.to(math_dtype(loss))
-        return torch.autograd.grad(wide_loss, tensors, allow_unused=True)
+        return torch.autograd.grad(loss, tensors, allow_unused=True)
 
 
 # -- the tensors of a training ---------------------------------------------------------------------
