@@ -10,9 +10,8 @@ import torch
 
 from apex.tools.compare import timing
 from apex.tools.compare.timing import CONFIDENCE, Load, median_interval, speed_of
-from tests.tools.cases import SOUND_LOSSES, comparison_of, result_of
+from tests.tools.cases import IDLE, SOUND_LOSSES, comparison_of, result_of
 
-IDLE = Load()
 SLOW_LOSSES = tuple(2.0 / step for step in range(1, 26))
 
 
@@ -95,7 +94,7 @@ def test_a_busy_machine_gives_no_verdict_on_speed_whatever_it_measured():
     assert judged(1.8, noisy=False, load=load, losses=SLOW_LOSSES).recommendation.level == "O0"
 
 
-@pytest.mark.parametrize("load", [Load(), Load(2.9, 2)])
+@pytest.mark.parametrize("load", [IDLE, Load(2.9, 2)])
 def test_a_machine_is_not_busy_by_this_program_alone(load):
     assert judged(1.8, noisy=False, load=load).recommendation.level == "O4"
 
@@ -215,7 +214,7 @@ def test_a_load_that_slows_whole_rounds_cancels_between_pairs():
 def test_a_busy_machine_computes_in_one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
-    for load, inside in ((Load(9.0, 1), 1), (Load(), 2)):
+    for load, inside in ((Load(9.0, 1), 1), (IDLE, 2)):
         with timing.suited_threads(load):
             assert torch.get_num_threads() == inside
         assert torch.get_num_threads() == 2

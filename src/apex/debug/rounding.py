@@ -128,7 +128,6 @@ _CASTS = re.compile(r"\.(to|half|bfloat16|type|type_as)\(|dtype")
 """Matches a line of code that casts explicitly, without autocast or the model's dtype."""
 
 
-
 _WORKSPACES = ("workspace", "reserve", "reserveSpace")
 """Names of arguments that a forward kernel filled, in its own layout, for its backward."""
 

@@ -116,5 +116,4 @@ def round_values(low: float, high: float) -> list[float]:
         if last - first < 7:
             break
     # Through text, because 3 * 0.2, for example, is 0.6000000000000001.
-    texts = [f"{index * gap:.9g}" for index in range(first, last + 1)]
-    return list(map(float, texts))
+    return [float(f"{index * gap:.9g}") for index in range(first, last + 1)]

@@ -40,7 +40,6 @@ PARTS: Mapping[str, Any] = {
     "loss": Callable,
 }
 """The parts of a target, in the order of a tuple, with their types."""
-_ORDER = (*PARTS, "evaluate")
 _NAMES = "model, optimizer, batches and loss"
 _HELP = "See apex compare --help."
 
@@ -167,7 +166,7 @@ def _made(target: str, module: ModuleType, function: str) -> Experiment:
 
 def _checked(target: str, parts: Any) -> Experiment:
     if isinstance(parts, tuple | list) and len(parts) in (4, 5):
-        parts = dict(zip(_ORDER, parts, strict=False))
+        parts = dict(zip((*PARTS, "evaluate"), parts, strict=False))
     if not isinstance(parts, Mapping) or not PARTS.keys() <= parts.keys():
         raise InputError(
             f"{target} returned {type(parts).__name__}; it must return {_NAMES} in this order, or "
@@ -182,4 +181,6 @@ def _checked(target: str, parts: Any) -> Experiment:
             f"{target} calls amp.initialize. apex compare does so itself, once per level: return "
             "the plain model and optimizer in fp32."
         )
-    return Experiment(*map(parts.get, _ORDER))
+    return Experiment(
+        parts["model"], parts["optimizer"], parts["batches"], parts["loss"], parts.get("evaluate")
+    )
