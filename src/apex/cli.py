@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command and all its subcommands."""
     parser = argparse.ArgumentParser(prog="apex", description=_QUESTIONS, formatter_class=_Raw)
     parser.add_argument("--version", action="version", version=f"apex-amp {VERSION}")
-    subparsers = parser.add_subparsers(title="commands", dest="command")
+    subparsers = parser.add_subparsers(title="commands")
     for add in (_add_trace, _add_compare, _add_migrate, _add_doctor):
         add(subparsers)
     return parser
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
-    if args.command is None:
+    if "run" not in args:
         parser.print_help()
         return OK
     if unknown:

@@ -39,6 +39,7 @@ def test_an_update_below_half_the_rounding_step_is_frozen(make, dtype):
 def test_steps_count_by_their_own_state_until_the_block_ends(make):
     optimizer = make([weight_of([1.0, 0.01], torch.bfloat16)])
     with frozen_updates(optimizer) as updates:
+        assert str(updates).startswith("No optimizer stepped.")
         for _ in range(2):
             optimizer.step()
     optimizer.step()
@@ -149,6 +150,13 @@ def test_each_role_is_told_with_its_counts():
     assert "2.weight (1 inf, 1 nan of 16), parameter in bfloat16" in map(str, found)
 
 
+def test_a_parameter_that_only_the_optimizer_has_is_told():
+    model, loose = loops.net(), torch.nn.Parameter(torch.tensor(torch.nan))
+    optimizer = torch.optim.SGD([*model.parameters(), loose], lr=0.1)
+    (found,) = amp.debug.check_numerics(model, optimizer)
+    assert (found.name, found.role) == ("(a parameter of another model)", "parameter")
+
+
 def test_infinities_of_a_mask_are_no_fault_in_a_buffer():
     model = torch.nn.BatchNorm1d(3)
     model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
@@ -161,6 +169,8 @@ def test_infinities_of_a_mask_are_no_fault_in_a_buffer():
 def test_anything_else_is_refused():
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
         amp.debug.check_numerics([loops.net()])
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
+        amp.debug.why_skipped(loops.prepared("O1")[1], model=[loops.net()])
     with pytest.raises(TypeError, match="got Linear instead of an optimizer"):
         amp.debug.check_numerics(loops.net(), torch.nn.Linear(1, 1))
 

@@ -103,6 +103,7 @@ def noisy(fails):
 
     def forward(self, x):
         x = self.norm(self.layer(x.mul_(2))) * random.random() * np.random.rand()
+        self.register_buffer(f"cache_{int(self.count)}", x)
         self.count += 1
         self.seen = self.seen + 1
         if fails[0]:
@@ -133,13 +134,30 @@ def test_nothing_changes(level, raises):
     assert all(buffers[name] is buffer for name, buffer in model.named_buffers())
 
 
+def test_casts_are_off_in_a_backward_pass_as_in_scale_loss():
+    class InFp32(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad.float() @ torch.eye(4)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found = explain(Body(lambda self, x: InFp32.apply(x * self.w), w=nn.Parameter(X)), X)
+    assert row_of(found, "mm", direction="backward").dtype_out == FULL
+
+
 def test_a_pending_graph_of_the_user_can_still_go_backward():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval())
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(torch.randn(3, 4)).sum()
-        explain(model.train(), torch.randn(3, 4))
+        for backward in (True, False):
+            explain(model.train(), torch.randn(3, 4), backward=backward)
         again = model(torch.randn(3, 4)).sum()
     loss.backward()
+    model.zero_grad()
     again.backward()
     assert model[0].weight.grad is not None
 

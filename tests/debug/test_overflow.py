@@ -94,7 +94,7 @@ def test_parameters_without_values_disturb_no_trace():
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own use
 @pytest.mark.parametrize("tool", ["trace_overflow", "trace_rounding"])
-def test_a_model_under_transforms_of_torch_func_runs_under_a_trace(tool):
+def test_transforms_of_torch_func_and_control_flow_run_under_a_trace(tool):
     net = nn.Linear(2, 1)
 
     def loss(params, x):
@@ -104,6 +104,7 @@ def test_a_model_under_transforms_of_torch_func_runs_under_a_trace(tool):
     with getattr(amp.debug, tool)() as trace:
         hessian(lambda x: net(x).square().sum())(torch.ones(2))
         vmap(grad(loss), (None, 0))(params, torch.ones(3, 2))
+        torch.cond(torch.tensor(True), torch.sin, torch.cos, (torch.ones(2),))
     if tool == "trace_overflow":
         assert (trace.first.op, trace.first.cause) == ("aten.log", "domain")
         assert "(largest finite input 0)" in trace.first.what

@@ -98,6 +98,8 @@ WRITES = {
     "out": lambda x: torch.add(x.detach(), 1000, out=torch.empty_like(x)),
     "foreach": lambda x: torch._foreach_add([x, x], 1000)[0],
     "itself": lambda x: x + (lambda y: y.mul_(y))(x.detach() + 32),
+    "conjugate": lambda x: (torch.complex(x.float(), -(x + 1000).float()).conj() * -1j).real,
+    "negative": lambda x: torch.complex(x.float(), -(x + 1000).float()).conj().imag,
 }
 
 

@@ -82,7 +82,7 @@ def test_nothing_is_accused_behind_an_overflow(scale):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert trace.worst is None, str(trace)
     assert {each.op for each in trace.skipped} <= {"aten.mm", "aten.sum", "aten._to_copy"}
-    assert "inf or NaN where fp32 does not; `apex trace` or amp.debug" in trace.skipped[0].reason
+    assert "inf or NaN where fp32 does not; `apex trace` (trace_overflow) tells" in trace.skipped[0].reason
     assert f"within tolerance; {len(trace.skipped)} without a verdict." in str(trace)
 
 
@@ -96,7 +96,14 @@ def test_a_gradient_without_a_sum_is_not_accused_behind_an_overflow_in_another_c
     assert trace.worst is None, str(trace)
 
 
-@pytest.mark.parametrize("scale", [lambda x: x * 0.999, lambda x: x.mul_(0.999)])
+SCALES = [
+    lambda x: (x + 1) * 0.999,
+    lambda x: x.clone().fill_diagonal_(0.0) * 0.999,
+    lambda x: x.mul_(0.999),
+]
+
+
+@pytest.mark.parametrize("scale", SCALES)
 def test_an_activation_times_a_number_close_to_1_is_no_average(scale):
     body = Body(lambda self, x: scale(x))
     model = nn.Sequential(nn.Linear(16, 16), body, nn.Linear(16, 4)).bfloat16()
@@ -106,6 +113,29 @@ def test_an_activation_times_a_number_close_to_1_is_no_average(scale):
             if grad:
                 output.float().square().sum().backward()
         assert trace.worst is None, str(trace)
+
+
+def by_parts(x, exact):
+    y = torch.empty(2, *x.shape, dtype=x.dtype)
+    y[0] = x
+    y[1] = exact
+    return y + 1
+
+
+JOINED = {
+    "by parts": by_parts,
+    "stacked": lambda x, exact: torch.stack([x, 1e30 * exact])[0] + 1,
+    "written over": lambda x, exact: torch.add(x.detach(), exact, out=1e30 * exact),
+}
+
+
+@pytest.mark.parametrize("how", JOINED)
+def test_an_error_is_inherited_beside_values_that_are_exact(how):
+    model = nn.Linear(16, 16).bfloat16()
+    with amp.debug.trace_rounding(model) as trace:
+        output = model(torch.randn(64, 16, dtype=torch.bfloat16))
+        JOINED[how]((output * 8).exp().square().square(), torch.ones_like(output))
+    assert trace.worst is None, str(trace)
 
 
 SHIFTS = [(16.0, "lost"), (1e3, "lost"), (1e6, "skipped"), (1e7, "skipped")]

@@ -56,6 +56,7 @@ WRONG = {
         [p for p, _ in grads], 0.1
     ),
     "clamp_": lambda _, optimizer, grads: grads[0][1].clamp_(-0.1, 0.1),
+    "a clamp by the scale": lambda _, optimizer, grads: grads[0][1].clamp_(-1024.0, 1024.0),
     "a clamp into another": lambda _, optimizer, grads: grads[0][1].clamp(-0.1, 0.1),
     "noise": lambda _, optimizer, grads: grads[0][1].add_(torch.ones(2, 4)),
     "a clip by hand": lambda _, optimizer, grads: grads[0][1].mul_(1.0 / grads[0][1].norm()),

@@ -60,6 +60,24 @@ def test_a_fault_outside_of_modules_is_noted():
     assert found.notes[0].startswith("aten.sub in the model loses digits")
 
 
+def test_a_fault_that_reaches_no_gradient_needs_no_fp32():
+    class Beside(rounding_cases.Shift):
+        def forward(self, x):
+            return x + 0 * super().forward(x)
+
+    model = nn.Sequential(nn.Linear(8, 8), Beside(), nn.Linear(8, 1))
+    assert amp.debug.suggest_fp32(model, torch.randn(16, 8)).modules == []
+
+
+def test_gradients_that_overflow_whatever_is_in_fp32_give_no_verdict():
+    class Outside(nn.Linear):
+        def forward(self, x):
+            return (1 - (super().forward(x) + 8).sigmoid()).log()
+
+    found = amp.debug.suggest_fp32(Outside(8, 8), torch.randn(16, 8))
+    assert found.verdict.startswith("Could not tell which modules need fp32 at O5")
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_everything_is_as_before(fails):
     model, x = rounding_cases.HEALTHY["conv net"](), torch.randn(4, 3, 16, 16)

@@ -34,6 +34,7 @@ FAILS_IN_BF16 = TARGET.replace(
 )
 
 
+IDLE = Load(0.0, 1)
 SOUND_LOSSES = tuple(1.0 / step for step in range(1, 26))
 
 
@@ -68,13 +69,15 @@ def result_of(
     """Returns a made-up result: a sound training, 25 steps long."""
     values = {"losses": SOUND_LOSSES, "loss_scales": (1.0,) * 26, "frozen": 0.0}
     stored = Stored(params=100, model=400, masters=0, optimizer=800)
-    record = Record(**{"stored": stored, "saved_bytes": saved, **values, **changes})
+    record = Record(
+        **{"stored": stored, "saved_bytes": saved, "peak_bytes": None, **values, **changes}
+    )
     times = tuple(samples) or samples_of(name, milliseconds, spread)
     return Result(LEVELS[name], training=record, times=times, errors=errors)
 
 
 def comparison_of(*results, **changes):
     """Returns a comparison of made-up results, with its recommendation."""
-    values = {"target": "a.py", "machine": "a <machine>", "steps": 25, "seed": 0, "load": Load()}
-    found = Comparison(results=results, **values | changes)
+    values = {"target": "a.py", "machine": "a <machine>", "steps": 25, "seed": 0, "load": IDLE}
+    found = Comparison(results=results, **{"notes": (), **values, **changes})
     return replace(found, recommendation=recommendation(found))

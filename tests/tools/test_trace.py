@@ -263,6 +263,21 @@ def test_a_clean_trace_points_to_the_options_that_name_what_stands_still(trace):
     check(traced, cli.NOT_FINITE, "weights that 99 steps should have moved")
 
 
+def test_an_optimizer_that_raises_on_wider_weights_has_no_verdict(trace):
+    body = """
+        class Narrow(torch.optim.SGD):
+            def step(self):
+                if self.param_groups[0]["params"][0].dtype is torch.float64:
+                    raise ValueError("weights in fp32 only")
+        net = nn.Linear(2, 2)
+        optimizer = Narrow(net.parameters(), lr=0.1)
+        net(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+    """
+    said = "Narrow has no verdict: weights in fp32 only"
+    check(trace(body, options=["--updates"]), cli.OK, said)
+
+
 @pytest.mark.parametrize("option", ["--digits", "--updates"])
 def test_weights_that_are_nan_are_no_all_clear(trace, option):
     body = """

@@ -10,9 +10,8 @@ import torch
 
 from apex.tools.compare import timing
 from apex.tools.compare.timing import CONFIDENCE, Load, median_interval, speed_of
-from tests.tools.cases import SOUND_LOSSES, comparison_of, result_of
+from tests.tools.cases import IDLE, SOUND_LOSSES, comparison_of, result_of
 
-IDLE = Load()
 SLOW_LOSSES = tuple(2.0 / step for step in range(1, 26))
 
 
@@ -33,15 +32,19 @@ def test_the_fastest_sound_level_is_advised():
     assert found.level == "O5"
     said = r"Use O5 \(bf16 model, fp32 batch norm and masters\): 2\.0\dx as fast as fp32 "
     assert re.match(said + r"\(1\.9\d to ", found.text)
+    assert found.text.endswith("within the noise of fp32.")
     assert words(found) == {"O0": "baseline", "O4": "usable", "O5": "use"}
 
 
 def test_levels_that_train_as_well_as_fp32_are_named_and_those_that_do_not():
-    results = result_of("O0"), result_of("O4"), result_of("bf16", losses=SLOW_LOSSES)
-    said = "Training is as good as in fp32 at O4. "
+    emulated = replace(result_of("O1"), emulated="fp16 is emulated on this CPU")
+    skipped = replace(result_of("O2"), skipped="it would take an hour")
+    results = result_of("O0"), emulated, skipped, result_of("bf16", losses=SLOW_LOSSES)
+    said = "Training is as good as in fp32 at O1. "
     said += "Training is worse, or loses steps or updates, at bf16."
     for load in (IDLE, Load(8.0, 2)):
-        assert comparison_of(*results, load=load).recommendation.quality == said
+        found = comparison_of(*results, load=load).recommendation
+        assert (found.quality, words(found)["O1"]) == (said, "usable")
     assert comparison_of(*results, steps=5).recommendation.quality == ""
 
 
@@ -92,7 +95,7 @@ def test_a_busy_machine_gives_no_verdict_on_speed_whatever_it_measured():
     assert judged(1.8, noisy=False, load=load, losses=SLOW_LOSSES).recommendation.level == "O0"
 
 
-@pytest.mark.parametrize("load", [Load(), Load(2.9, 2)])
+@pytest.mark.parametrize("load", [IDLE, Load(2.9, 2)])
 def test_a_machine_is_not_busy_by_this_program_alone(load):
     assert judged(1.8, noisy=False, load=load).recommendation.level == "O4"
 
@@ -104,6 +107,9 @@ def test_times_that_vary_too_much_give_no_verdict():
     assert found.text.endswith("Run again with more --rounds.")
     assert words(found) == {"O0": "baseline", "O4": "unclear"}
     assert judged(1.0, noisy=True, seed=1).recommendation.level is None  # it may be much faster
+    base, level = planted(1.0, noisy=True, seed=1)
+    smaller = result_of("O4", samples=level)
+    assert comparison_of(result_of(samples=base, saved=10**9), smaller).recommendation.level is None
 
 
 TOO_FEW = [
@@ -160,7 +166,7 @@ def test_an_fp32_loss_that_is_not_finite_is_told_first():
     base = result_of("O0", losses=(math.nan,) * 25)
     emulated = replace(result_of("O1"), emulated="fp16 is emulated on this CPU")
     found = comparison_of(base, emulated, result_of("O5")).recommendation
-    assert found.level is None
+    assert (found.level, found.quality) == (None, "")
     assert words(found) == {"O0": "baseline", "O1": "unclear", "O5": "unclear"}
     assert all("as well as fp32" not in why for why in whys(found).values())
     assert found.text == (
@@ -184,6 +190,7 @@ def test_a_level_that_is_fast_and_unsound_is_refused_with_the_reason(changes, wh
     assert found.level == "O0"
     assert words(found)["O4"] == "no"
     assert why in whys(found)["O4"]
+    assert found.quality == "Training is worse, or loses steps or updates, at O4."
 
 
 # -- the interval ----------------------------------------------------------------------------
@@ -208,7 +215,7 @@ def test_a_load_that_slows_whole_rounds_cancels_between_pairs():
 def test_a_busy_machine_computes_in_one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
-    for load, inside in ((Load(9.0, 1), 1), (Load(), 2)):
+    for load, inside in ((Load(9.0, 1), 1), (IDLE, 2)):
         with timing.suited_threads(load):
             assert torch.get_num_threads() == inside
         assert torch.get_num_threads() == 2

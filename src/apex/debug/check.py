@@ -81,7 +81,6 @@ class NonfiniteTensor(NonfiniteGradient):
         return f"{super().__str__()}, {self.role} in {self.dtype}"
 
 
-@torch.no_grad()
 def check_numerics(model: nn.Module, optimizer: Any = None) -> list[NonfiniteTensor]:
     """Returns the parameters, buffers, gradients, masters and state that hold inf or NaN.
 

@@ -105,9 +105,8 @@ def loss_of(
 
 def gradients(loss: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Returns the gradients of a loss; neither writes ``.grad`` nor runs its hooks."""
-    with casts_off(), torch.enable_grad():
-        wide_loss = loss.to(math_dtype(loss))
-        return torch.autograd.grad(wide_loss, tensors, allow_unused=True)
+    with casts_off():
+        return torch.autograd.grad(loss, tensors, allow_unused=True)
 
 
 # -- the tensors of a training ---------------------------------------------------------------------
@@ -170,7 +169,7 @@ def preserve_state(model: nn.Module, arguments: object) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.callback(torch.clear_autocast_cache)
-        torch.clear_autocast_cache()
+        torch.clear_autocast_cache()  # else the casts of a block around it are not seen inside
         _restore_random_numbers(stack, model)
         for module in model.modules():
             buffers = dict(module._buffers)

@@ -127,15 +127,10 @@ _ROUND = ("aten._to_copy", "aten.arange", "aten.full", "aten.linspace", "aten.li
 _CASTS = re.compile(r"\.(to|half|bfloat16|type|type_as)\(|dtype")
 """Matches a line of code that casts explicitly, without autocast or the model's dtype."""
 
-_FOREIGN = (*tracing.EXCHANGES, "fsdp", "inductor", "prim", "profiler")
-"""Prefixes of namespaces whose operators have effects beyond their results."""
-
 _WORKSPACES = ("workspace", "reserve", "reserveSpace")
 """Names of arguments that a forward kernel filled, in its own layout, for its backward."""
 
-_OVERFLOW = (
-    "it returned inf or NaN where fp32 does not; `apex trace` or amp.debug.trace_overflow tells why"
-)
+_OVERFLOW = "it returned inf or NaN where fp32 does not; `apex trace` (trace_overflow) tells why"
 
 
 class RoundingTrace(GradientEnds):
@@ -416,7 +411,7 @@ def _is_exact(call: Call, result: Any) -> bool:
     Raises:
         NoVerdictError: If the call cannot run again in fp32.
     """
-    if call.name.startswith(_FOREIGN) or call.may_communicate:
+    if call.may_communicate:
         raise NoVerdictError("its effects on other processes forbid running it twice")
     if call.traits.uninitialized or call.base in rules.DECISIONS:
         return True

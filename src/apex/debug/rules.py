@@ -115,12 +115,12 @@ _IN_PLACE_SUMS = operators(
 """Operators that accumulate in the tensor itself; see Note [Tolerance]."""
 
 _NORM_BACKWARDS = {
-    "native_layer_norm_backward": ("rstd", "weight"),
-    "native_batch_norm_backward": ("save_invstd", "weight"),
-    "native_group_norm_backward": ("rstd", "weight"),
-    "cudnn_batch_norm_backward": ("save_var", "weight"),
+    "native_layer_norm_backward": "rstd",
+    "native_batch_norm_backward": "save_invstd",
+    "native_group_norm_backward": "rstd",
+    "cudnn_batch_norm_backward": "save_var",
 }
-"""The arguments by which these operators multiply the gradient."""
+"""The argument that these operators multiply the gradient by, beside ``weight``."""
 
 RESIDUALS = ("mse_loss", "smooth_l1_loss", "huber_loss", "nll_loss")
 """Name prefixes of losses that subtract targets from outputs."""
@@ -276,7 +276,7 @@ def least_sizes(in_fp32: Call) -> list[float]:
     if name in _NORM_BACKWARDS:
         named = in_fp32.named
         gain = 1.0
-        for factor in _NORM_BACKWARDS[name]:
+        for factor in (_NORM_BACKWARDS[name], "weight"):
             values = named[factor]
             if values is not None:
                 gain *= norm(values) / math.sqrt(max(1, values.numel()))

@@ -55,7 +55,7 @@ SAVES_INFINITIES = ("ctc_loss", "scaled_dot_product", "flash_attention", "effici
 These outputs are saved for the backward pass.
 """
 
-EXCHANGES = ("c10d", "_c10d", "symm_mem", "_dtensor")
+_EXCHANGES = ("c10d", "_c10d", "symm_mem", "_dtensor")
 """Prefixes of the namespaces whose operators exchange data between processes."""
 
 _LOCAL = ("aten.", "torchvision.")
@@ -194,7 +194,7 @@ def traits(func: Any) -> Traits:
         view=shares_memory and not written,
         writes=tuple(argument.name for argument in written),
         reads_written=not overwrites,
-        exchanges=namespace.startswith(EXCHANGES) and name != "wait_tensor",
+        exchanges=namespace.startswith(_EXCHANGES) and name != "wait_tensor",
         uninitialized=name.lstrip("_").startswith(_UNINITIALIZED),
     )
 

@@ -64,6 +64,7 @@ STALE = {
     "betas": "import torch\ntorch.optim.Adam([torch.ones(1)], betas=(0, 0.9))",
     "verbose": "import torch\noptimizer = torch.optim.SGD([torch.ones(1)])\n"
     "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, verbose=True)",
+    "syntax": "x.cuda(async=True)",
     "boolean": "import torch\ntorch.ones(2).masked_fill_(torch.ones(2).byte(), 0)",
     "next": "import torch\niter(torch.utils.data.DataLoader([1])).next()",
     "zero_": "import torch\nw = torch.ones(1, requires_grad=True)\nw.sum().backward()\n"

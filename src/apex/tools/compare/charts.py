@@ -102,7 +102,7 @@ def _chart(
         values += [-2 * area, 2 * area]
     low = max(min(values), -most)
     high = min(max(values), most)
-    margin = 0.05 * (high - low) or abs(high) or 1.0  # not 0, even if all values are equal
+    margin = 0.05 * (high - low) or 1.0  # not 0, even if all values are equal
     yield Chart(title, caption, drawn, low - margin, high + margin, area)
 
 
@@ -116,5 +116,4 @@ def round_values(low: float, high: float) -> list[float]:
         if last - first < 7:
             break
     # Through text, because 3 * 0.2, for example, is 0.6000000000000001.
-    texts = [f"{index * gap:.9g}" for index in range(first, last + 1)]
-    return list(map(float, texts))
+    return [float(f"{index * gap:.9g}") for index in range(first, last + 1)]

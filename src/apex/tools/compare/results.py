@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ class Level:
         autocast: Whether it trains with ``torch.autocast``, in fp16 with a ``GradScaler``, instead
             of ``amp.initialize``.
         casts: Whether operators cast their inputs, and the weights stay fp32.
-        options: Arguments of ``amp.initialize``, in addition to the name.
+        options: Arguments of ``amp.initialize``; ``None`` if ``opt_level`` is the name.
         advised: Whether it may be recommended; the others are for comparison only.
     """
 
@@ -38,7 +38,7 @@ class Level:
     meaning: str
     autocast: bool = False
     casts: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] | None = None
     advised: bool = True
 
 
@@ -122,9 +122,9 @@ class Training:
     losses: tuple[float, ...]
     loss_scales: tuple[float, ...]
     stored: Stored
-    frozen: float | None = None
-    saved_bytes: int = 0
-    peak_bytes: int | None = None
+    frozen: float | None
+    saved_bytes: int
+    peak_bytes: int | None
     evaluation: float | None = None
 
     @property
@@ -241,7 +241,7 @@ class Comparison:
     seed: int
     results: tuple[Result, ...]
     load: Load
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
     recommendation: Recommendation = Recommendation(None, "")
 
     @property

@@ -72,8 +72,8 @@ class Load:
         cores: Cores of the machine.
     """
 
-    average: float = 0.0
-    cores: int = 1
+    average: float
+    cores: int
 
     @property
     def busy(self) -> bool:

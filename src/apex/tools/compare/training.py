@@ -76,7 +76,7 @@ class Trainer:
     # -- with amp.initialize and amp.scale_loss --------------------------------------------------
 
     def _prepare(self) -> None:
-        options = {"opt_level": self._level.name, **self._level.options}
+        options = self._level.options or {"opt_level": self._level.name}
         experiment = self.experiment
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user did not choose the level
