@@ -169,7 +169,6 @@ def preserve_state(model: nn.Module, arguments: object) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.callback(torch.clear_autocast_cache)
-        torch.clear_autocast_cache()  # else the casts of a block around it are not seen inside
         _restore_random_numbers(stack, model)
         for module in model.modules():
             buffers = dict(module._buffers)

@@ -117,7 +117,8 @@ class LARC:
 
     def __getattr__(self, name: str) -> Any:
         """Returns the optimizer's attribute ``name``, such as ``zero_grad`` or ``_amp_stash``."""
-        if name == "optim" or name.startswith("__"):  # as a copy of LARC is not the optimizer's
+        # Python 3.10 would copy LARC by the ``__getstate__`` of the optimizer.
+        if name == "optim" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.optim, name)
 

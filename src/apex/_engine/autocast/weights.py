@@ -7,8 +7,8 @@ Note [Shared casts]
 
     torch's kernels share in its cache, in forward passes of prepared models. The cache stays from
     one pass to the next while an output awaits its backward pass and all weights are as before.
-    Our own kernels compare in each call, anywhere. They share a cast while
-    a graph has saved it, and in a session also while torch's cache would.
+    Our own kernels compare in each call, anywhere. They share a cast while a graph has saved it,
+    and in a session also while torch's cache would.
 
     A backward pass, a step and the end of a session drop all casts. A forward pass without
     gradients drops its own, and does without torch's cache while that is kept for an output.
