@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import json
+import operator
 import pkgutil
 import subprocess
 import sys
@@ -12,12 +13,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from apex._unavailable import INSTEAD
 from apex.cli import BAD_INPUT, FAILED, NOT_WRITTEN, OK, main
 from apex.tools.migrate.definitions import definition_of, parameters
 from apex.tools.migrate.names import Name, names
-from apex.tools.migrate.notes import NOTES
+from apex.tools.migrate.notes import GONE, NOTES
 from apex.tools.migrate.report import migration_of
 from apex.tools.migrate.verdicts import verdict_of, verdict_of_name
 
@@ -286,6 +288,16 @@ def test_what_old_scripts_use_beside_apex_is_named(line, name, kind):
         found, text = verdict_of(use)
         assert found == kind
         assert text
+
+
+def test_what_is_said_to_be_gone_from_torch_and_numpy_is_gone():
+    matrix = torch.eye(2)
+    for name in GONE:
+        library, _, rest = name.partition(".")
+        if library in ("torch", "numpy") and "(" not in rest:
+            # NumPy warns of some names first, and torch keeps functions that only raise.
+            with pytest.raises((AttributeError, FutureWarning, RuntimeError)):
+                operator.attrgetter(rest)(importlib.import_module(library))(matrix, matrix)
 
 
 @pytest.mark.parametrize(("name", "raises"), [("Adam", True), ("AdamW", True), ("NAdam", False)])

@@ -67,6 +67,10 @@ STALE = {
     "syntax": "x.cuda(async=True)",
     "boolean": "import torch\ntorch.ones(2).masked_fill_(torch.ones(2).byte(), 0)",
     "next": "import torch\niter(torch.utils.data.DataLoader([1])).next()",
+    "indices": "import torch\ntorch.arange(4)[torch.arange(4) / 2]",
+    "object.__init__": "import torch\nclass Sampler(torch.utils.data.Sampler):\n"
+    "    def __init__(self):\n        super().__init__([1])\nSampler()",
+    "rfft": "import torch\ntorch.rfft(torch.ones(2), 1)",
     "zero_": "import torch\nw = torch.ones(1, requires_grad=True)\nw.sum().backward()\n"
     "torch.optim.SGD([w]).zero_grad()\nw.grad.zero_()",
     "DistributedDataParallel": "import torch\nfrom apex import amp\n"
