@@ -354,6 +354,7 @@ def test_bad_optimizers_are_refused(level):
     words = "got the class SGD instead of an optimizer.*torch.optim.Optimizer"
     refused(TypeError, words, model, torch.optim.SGD, level=level)
     refused(TypeError, "got NoneType instead of an opt", model, [optimizer, None], level=level)
+    refused(TypeError, "got dict instead of an optimizer", model, {"sgd": optimizer}, level=level)
     scheduler = torch.optim.lr_scheduler.StepLR(loops.sgd(model.parameters()), 1)
     refused(TypeError, "got StepLR instead of an optimizer", model, scheduler, level=level)
     words = r"optimizer \(SGD\) that holds no parameter of the given models\. Pass the model that"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,7 +49,9 @@ def listed(optimizers: Any) -> Collection[Any]:
     """Returns the collection that is given, or a list of the one optimizer."""
     # First, as the other question asks a prepared optimizer for the class that it shows.
     is_one = getattr(optimizers, "zero_grad", None) is not None
-    return [optimizers] if is_one or not isinstance(optimizers, Collection) else optimizers
+    if is_one or isinstance(optimizers, Mapping) or not isinstance(optimizers, Collection):
+        return [optimizers]
+    return optimizers
 
 
 def _inside(optimizer: Any) -> Optimizer | None:
