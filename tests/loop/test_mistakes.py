@@ -229,6 +229,30 @@ def test_other_optimizers_passes_in_other_threads_are_no_mistake(level):
     first.step()
 
 
+@loops.every(other_scale=[False, True], at_once=[False, True], level=["O1", "O2"])
+def test_a_pass_may_reach_the_optimizer_of_a_block_around_it_with_the_same_scale(
+    level, at_once, other_scale
+):
+    nets, (first, second) = two(level, num_losses=2, loss_scale=128.0)
+
+    def train():
+        for x, y in loops.batches(2):
+            loss = loops.loss_of(nets[0], x, y)
+            losses = sum(loops.loss_of(net, x, y) for net in nets)
+            with amp.scale_loss(loss, first) as scaled_loss:
+                if not at_once:
+                    scaled_loss.backward()
+                with amp.scale_loss(losses, second, loss_id=other_scale) as scaled_losses:
+                    if at_once:
+                        scaled_loss.backward()
+                    scaled_losses.backward()
+            first.step()
+            second.step()
+
+    found = messages(train)
+    assert [bool(re.search(SECOND, message)) for message in found] == [True] * other_scale
+
+
 @pytest.mark.parametrize("way", ["given", "cleared", "own pass", "beside", "inside", "late"])
 def test_a_step_with_gradients_that_stay_scaled_is_warned_of(level, way):
     nets, optimizers = two(level, loss_scale=128.0)

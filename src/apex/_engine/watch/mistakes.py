@@ -15,6 +15,7 @@ import enum
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 
@@ -25,6 +26,8 @@ from torch.utils.hooks import RemovableHandle
 from apex._core import dtypes
 from apex._engine.backward import BLOCK, BackwardPass
 from apex._engine.masters import Mark, is_zero
+from apex._engine.optimizer.prepared import live_optimizers
+from apex._engine.scaler import Scaler
 from apex._torch.autograd import at_end_of_pass, backward_id, leaves_of
 from apex._torch.dynamo import untraced
 
@@ -36,6 +39,9 @@ _MARK = "_apex_mark"
 
 _SAMPLED = 8
 """Parameters whose gradients are inspected."""
+
+_scalers = weakref.WeakValueDictionary[int, Scaler]()
+"""The scales of the backward passes from scaled losses, by the passes' ids."""
 
 _LIBRARIES = (
     os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), ""),
@@ -77,8 +83,8 @@ class Mistake(enum.Enum):
     )
     SECOND_BACKWARD = (
         "A second backward pass inside amp.scale_loss did not start at scaled_loss. On exit, the "
-        "gradients of both are divided by the loss scale (initially 65536), so the second pass has "
-        "almost no effect. Add up the losses:\n"
+        "gradients of both are divided by the loss scale (initially 65536), by which the loss of "
+        "the second pass was not multiplied. Add up the losses:\n"
         "    with amp.scale_loss(loss + other_loss, optimizer) as scaled_loss:\n"
         "        scaled_loss.backward()\n"
     )
@@ -184,6 +190,7 @@ class BlockInspection:
         self._warn = warn
         self._params: list[Tensor] = []
         self._made: list[Tensor] = []  # whose gradients passes from the scaled loss have made
+        self._scaler = block.scaler
         self._stashes = [prepared.stash for prepared in block.prepared_optimizers]
         self._others_reached: list[Tensor] = []
         self._may_change = may_change
@@ -205,8 +212,11 @@ class BlockInspection:
         self._hooks += hooked(self._params, self._reach_own)
         lenders, unowned = block.borrowable()
         own = {*map(id, trained), *map(id, unowned)}
-        for lender in lenders:
-            own.update(map(id, lender.trained_params()))
+        for prepared in live_optimizers():
+            begun = prepared.unfinished_pass
+            is_open = begun is not None and begun.is_open  # a block around this one
+            if is_open or prepared in lenders:
+                own.update(map(id, prepared.trained_params()))
         others = [leaf for leaf in leaves_of(scaled_loss) if id(leaf) not in own]
         self._hooks += hooked(others, self._reach_other)
 
@@ -217,12 +227,18 @@ class BlockInspection:
                 self._warn(Mistake.LATE_BACKWARD)
             return
         self._pass_id = backward_id()
+        _scalers[self._pass_id] = self._scaler
         self._is_running = True
         at_end_of_pass(self._end_pass)
 
     @untraced
-    def _reach_own(self, _: Tensor) -> None:
-        if not self._is_running:
+    def _reach_own(self, param: Tensor) -> None:
+        if self._is_running:
+            return
+        if _scalers.get(backward_id()) is self._scaler:  # the pass of a block inside this one
+            self._made.append(param)
+            _mark([param], Origin.OWN)
+        else:
             self._has_stray = True
 
     @untraced
