@@ -229,6 +229,19 @@ def test_other_optimizers_passes_in_other_threads_are_no_mistake(level):
     first.step()
 
 
+@fp16
+def test_a_step_with_gradients_of_another_session_s_block_is_no_mistake(level):
+    nets, optimizers = zip(*[loops.prepared(level, loss_scale=8.0) for _ in range(2)], strict=True)
+
+    def train():
+        for x, y in loops.batches(2):
+            loops.scaled_backward(sum(loops.loss_of(net, x, y) for net in nets), optimizers[0])
+            for optimizer in optimizers:
+                optimizer.step()
+
+    assert not messages(train)
+
+
 @loops.every(other_scale=[False, True], at_once=[False, True], level=["O1", "O2"])
 def test_a_pass_may_reach_the_optimizer_of_a_block_around_it_with_the_same_scale(
     level, at_once, other_scale

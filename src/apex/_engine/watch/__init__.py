@@ -101,7 +101,8 @@ class Watch(Observer):
             return
         self._blocks_left -= 1
         self.stop_observing()
-        for prepared in block.prepared_optimizers:
+        lenders, _ = block.borrowable()
+        for prepared in (*block.prepared_optimizers, *lenders):
             observer = prepared.session.observer  # of another session, perhaps
             if isinstance(observer, Watch):
                 observer.stop_observing()
