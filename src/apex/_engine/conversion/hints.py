@@ -24,9 +24,15 @@ _COMPUTES = (
     "x.to(self.linear.weight.dtype)\n"
     "- an operator without a 16-bit kernel: keep its module in fp32, "
     "amp.initialize(..., fp32_modules=[...]), by name or type, such as "
-    "torch.nn.utils.parametrize.ParametrizationList\n"
-    "- a mask value that 16 bits cannot represent: "
-    "scores.masked_fill(mask, torch.finfo(scores.dtype).min)"
+    "torch.nn.utils.parametrize.ParametrizationList"
+)
+_NO_ROOM = (
+    _PREPARED + "{model} to compute in 16 bits, which cannot represent the value. What to do:\n"
+    "- take the number from the tensor itself: "
+    "scores.masked_fill(mask, torch.finfo(scores.dtype).min)\n"
+    "- or keep the module in fp32: at O1 and O4, "
+    "amp.register_float_function(type(module), 'forward') before amp.initialize; at O2, O3 and O5, "
+    "amp.initialize(..., fp32_modules=[type(module)])"
 )
 
 
@@ -41,11 +47,17 @@ def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
         for name, tensor, dtype in planned_dtypes(model, plan):
             if dtypes.is_castable(tensor) and tensor.dtype is not dtype:
                 others.append(f"{name} ({dtypes.name(tensor.dtype)})")
-    if others or fault == "no room" or plan.casts_down:
-        message = _HOLDS if others else _COMPUTES
-        fix = message.format(
-            model=type(model).__name__,
-            dtype=plan.param_dtype or torch.float32,
-            found=", ".join(others[:4]),
-        )
-        error.args = (f"{text}\n{fix}",)
+    if fault == "no room":
+        message = _NO_ROOM
+    elif others:
+        message = _HOLDS
+    elif plan.casts_down:
+        message = _COMPUTES
+    else:
+        return
+    fix = message.format(
+        model=type(model).__name__,
+        dtype=plan.param_dtype or torch.float32,
+        found=", ".join(others[:4]),
+    )
+    error.args = (f"{text}\n{fix}",)
