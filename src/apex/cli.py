@@ -76,8 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, NotWrittenError):
             return NOT_WRITTEN
         return BAD_INPUT
-    except OSError as error:  # of standard output: a full disk, or as in `apex doctor | head -1`
-        print(f"{args.parser.prog}: standard output: {error.strerror}.", file=sys.stderr)
+    except OSError as error:  # without a file: a full disk, or as in `apex doctor | head -1`
+        place = error.filename or "standard output"
+        print(f"{args.parser.prog}: {place}: {error.strerror}.", file=sys.stderr)
         # Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NOT_WRITTEN

@@ -119,3 +119,24 @@ def test_importing_amp_and_sessions_that_have_ended_change_nothing():
     command = [sys.executable, "-c", SNAPSHOT + RUN]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+TWICE = """
+import sys
+import torch
+from apex import amp
+amp.initialize(torch.nn.Linear(1, 1), opt_level="O4", verbosity=0)
+for name in [*sys.modules]:
+    if name.startswith("apex"):
+        del sys.modules[name]
+from apex import amp
+amp.initialize(torch.nn.Linear(1, 1), opt_level="O5", verbosity=0)
+amp.initialize(torch.nn.Linear(1, 1), opt_level="O4", verbosity=0)
+"""
+
+
+def test_a_second_import_is_refused_where_the_casts_of_the_first_would_run():
+    command = [sys.executable, "-W", "ignore", "-c", TWICE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "A process can import apex once only" in done.stderr
+    assert "line 11" in done.stderr

@@ -502,6 +502,20 @@ def test_a_write_to_the_model_that_torch_does_not_count_is_warned_of_once(level,
     assert re.search(r"the write is lost(?s:.*)amp\.master_params\(optimizer\)", message)
 
 
+@loops.every(written=range(6), after=[1, 2])
+def test_it_is_found_once_in_any_weight_of_a_small_model(written, after):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model, optimizer = loops.prepared("O5", model=model)
+
+    def train():
+        for step, (x, y) in enumerate(loops.batches(6)):
+            loops.train_step(model, optimizer, x, y)
+            if step == after:
+                [*model.parameters()][written].data[0] = 0.0
+
+    assert len(messages(train)) == 1
+
+
 @pytest.mark.parametrize("first_write", [0, 40])
 def test_it_is_found_in_large_weights_of_a_deep_model_and_late(first_write):
     model = nn.Sequential(*[nn.Linear(150, 150) for _ in range(6)])

@@ -1,5 +1,6 @@
 """``amp.restore``: the same objects, plain and in fp32, go on as if amp had never been there."""
 
+import copy
 import gc
 import weakref
 
@@ -211,6 +212,16 @@ def test_what_amp_has_not_prepared_is_refused_and_nothing_changes(level):
     refused(TypeError, "got str instead of an optimizer", model, "sgd")
     amp.restore(model, optimizer)
     assert amp.restore(model) is model
+
+
+def test_a_notebook_cell_that_makes_the_optimizer_anew_leaves_a_way_on(level):
+    model, optimizer = loops.trained(level)
+    expected = loops.prepared(level, model=copy.deepcopy(model))
+    optimizer = loops.sgd(model.parameters())
+    refused(ValueError, "or none if it is gone", model, optimizer)
+    amp.restore(model)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert loops.train(model, optimizer) == loops.train(*expected)
 
 
 @masters

@@ -397,6 +397,7 @@ EXIT_CODES = [
     (["lab.ipynb"], BAD_INPUT, "lab.ipynb is a notebook. Convert it to a script first: jup"),
     (["empty"], BAD_INPUT, "empty has no *.py files"),
     (["latin.py", "--json", "no/uses.json"], NOT_WRITTEN, "no/uses.json cannot be written"),
+    (["a" * 300], BAD_INPUT, "a cannot be read: File name too long."),
 ]
 
 

@@ -3,18 +3,21 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 from apex import cli
 from apex.cli import main
+from tests.support import loops
 
 HEAD = """\
 import sys
@@ -568,3 +571,15 @@ def test_each_rank_reports_and_writes_for_itself(trace, monkeypatch):
     check(traced, cli.NOT_FINITE, "[rank 1] First overflow: aten.exp in 1, forward")
     with open("trace.rank1.json") as file:
         assert json.load(file)["rank"] == 1
+
+
+def test_apex_may_be_in_a_zip_file(tmp_path):
+    sources = Path(loops.SOURCES).parent
+    archive = shutil.make_archive(tmp_path / "packages", "zip", sources, "apex")
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + BAD)
+    command = [sys.executable, "-m", "apex", "trace", script]
+    environ = {**os.environ, "PYTHONPATH": archive}
+    traced = subprocess.run(command, check=False, env=environ, capture_output=True, text=True)
+    assert (traced.returncode, traced.stderr) == (cli.NOT_FINITE, "")
+    assert "First overflow: aten.exp in 1, forward" in traced.stdout

@@ -302,8 +302,13 @@ class BackwardPass:
             for lender in self._lenders:
                 if lender not in self._adding:
                     remove_new_grads(lender.trained_params())
-        while self._lenders:
-            self.give_back(self._lenders[-1])
+        for lender in [*filter(PreparedOptimizer.has_grads, self._lenders)]:
+            if lender in self._lenders:
+                self.give_back(lender)
+        for lender in self._lenders:  # the pass has reached none of their parameters
+            lender.end_pass()
+            lender.give_back()
+        self._lenders = []
         if not self._unowned:
             return
         with without_overrides():

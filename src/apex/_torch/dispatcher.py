@@ -25,6 +25,8 @@ has_operator: Callable[[str], bool] = torch._C._dispatch_has_kernel
 has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 """Returns whether an operator has a kernel for a dispatch key, such as ``"AutocastCPU"``."""
 
+python_kernels: set[str] = torch.library._impls
+"""The kernels that Python code has registered, such as ``"aten/exp/AutocastCPU"``."""
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 """Major and minor number of the installed torch; nothing above this package asks for it."""

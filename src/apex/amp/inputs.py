@@ -231,7 +231,7 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
         if prepared is None:
             raise ValueError(
                 f"amp.restore got an optimizer ({type(optimizer).__name__}) that amp has not "
-                "prepared. Pass the optimizer that amp.initialize returned."
+                "prepared. Pass the optimizer that amp.initialize returned, or none if it is gone."
             )
         stepped.append({id(pair.model) for pair in prepared.pairs})
     mastered = set().union(*stepped)

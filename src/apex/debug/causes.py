@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
+from importlib import resources
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ _MOST_REMEDIES = 3
 def data() -> configparser.ConfigParser:
     """Returns the sections of causes.ini, one for each cause and formula."""
     parser = configparser.ConfigParser(interpolation=None, delimiters="=", default_section="")
-    parser.read_string(Path(__file__).with_name("causes.ini").read_text("utf-8"))
+    file = resources.files(__package__).joinpath("causes.ini")  # in a zip file, perhaps
+    parser.read_string(file.read_text("utf-8"))
     return parser
 
 

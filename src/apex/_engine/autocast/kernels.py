@@ -84,8 +84,19 @@ def _not_as_in_torch(table: OpTable, device: str) -> Iterator[str]:
 
 @functools.cache  # the first call comes before our kernel of the operator
 def native_category(op: str, device: str) -> str | None:
-    """Returns the category of torch's own autocast for an operator; None if it has no kernel."""
-    if not dispatcher.has_kernel(f"aten::{op}", AUTOCAST_KEYS[device]):
+    """Returns the category of torch's own autocast for an operator; None if it has no kernel.
+
+    Raises:
+        RuntimeError: If Python code has registered a kernel.
+    """
+    key = AUTOCAST_KEYS[device]
+    if f"aten/{op}/{key}" in dispatcher.python_kernels:
+        raise RuntimeError(
+            f"Op casts (O1, O4) cannot register their kernel of {op}: Python code has. A process "
+            "can import apex once only, even if sys.modules has lost it. Restart Python, or use a "
+            "level without op casts (O0, O2, O3, O5)."
+        )
+    if not dispatcher.has_kernel(f"aten::{op}", key):
         return None
     usual = OpTable.default().rows.get(op)
     return op_rows.NATIVE_DIFFERENCES[device].get(op, usual)

@@ -36,11 +36,11 @@ class WeightWatch:
 
     def __init__(self, prepared: PreparedOptimizer, turn: int) -> None:
         """Selects weights on one device; ``turn`` selects others."""
-        pairs = prepared.pairs
-        start = _COMPARED * turn % len(pairs)
+        start = _COMPARED * turn % len(prepared.pairs)
+        pairs = prepared.pairs[start:] + prepared.pairs[:start]
         self._pairs: list[MasterPair] = []
-        for pair in pairs[start : start + _COMPARED]:
-            if pair.model.device == pairs[start].model.device:
+        for pair in pairs[:_COMPARED]:
+            if pair.model.device == pairs[0].model.device:
                 self._pairs.append(pair)
         self._turn = turn
         self._uses = 0

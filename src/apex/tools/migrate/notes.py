@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import configparser
 from collections.abc import Container, Iterator
-from pathlib import Path
+from importlib import resources
 
 from apex._unavailable import INSTEAD
 
 _DATA = configparser.ConfigParser(delimiters="=", interpolation=None)
 _DATA.optionxform = str  # type: ignore[assignment, method-assign] # names keep their case
-_DATA.read_string(Path(__file__).with_name("notes.ini").read_text("utf-8"))
+_DATA.read_string(resources.files(__package__).joinpath("notes.ini").read_text("utf-8"))
 
 
 def _rows(section: str) -> Iterator[tuple[str, str]]:

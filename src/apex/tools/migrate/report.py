@@ -92,7 +92,7 @@ def migration_of(path: Path) -> Migration:
     """
     not_read: list[dict[str, str]] = []
     files = [path]
-    if path.is_dir():
+    if os.path.isdir(path):  # Path.is_dir() raises for some paths
         files = _python_files(path, not_read)
         if not files and not not_read:
             raise InputError(f"{path} has no *.py files outside of skipped folders.")
@@ -133,4 +133,4 @@ def _is_skipped(parent: str, name: str) -> bool:
     if name in SKIPPED or name.startswith("."):
         return True
     # A virtual environment may have any name, but always this file.
-    return Path(parent, name, "pyvenv.cfg").exists()
+    return os.path.exists(os.path.join(parent, name, "pyvenv.cfg"))
