@@ -282,3 +282,22 @@ def test_memory_that_nothing_has_written_is_a_fault_where_it_is_read(part):
     first = trace.first
     found = None if first is None else (first.op, first.cause)
     assert found == (("aten.addmm", "data") if part == 1 else None)
+
+
+@torch.library.custom_op("apex_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """An extension's operator, whose 16-bit kernel does not write its result."""
+    return torch.full_like(x, torch.nan) if x.dtype is torch.bfloat16 else 2.0 * x
+
+
+doubled.register_autograd(lambda ctx, grad: 2.0 * grad)
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_a_kernel_that_returns_nan_for_small_numbers_is_named_as_such(level):
+    net = nn.Sequential(nn.Linear(4, 4), bodies.Body(lambda _, x: doubled(x)))
+    model, _ = loops.prepared(level, model=net)
+    with amp.debug.trace_overflow(model) as trace:
+        model(torch.ones(2, 4)).sum().backward()
+    assert (trace.first.op, trace.first.cause) == ("apex_tests.doubled", "kernel")
+    assert "in fp32" in trace.first.remedies[0]

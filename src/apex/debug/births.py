@@ -34,6 +34,9 @@ _MASKS = operators("nan_to_num masked_fill where nansum")
 # These map -inf to 0, the right result.
 _MAP_TO_ZERO = operators("softmax safe_softmax exp")
 _LIMIT = operators("atan clamp clamp_max erf hardtanh minimum reciprocal sigmoid tanh")
+_SMALL = 2.0**-24
+"""Numbers below this part of a dtype's greatest one exceed it in no sum of a million terms."""
+
 FATEFUL = _MASKS | SOFTMAXES | _MAP_TO_ZERO | _LIMIT
 """Operators that decide what becomes of the values they read."""
 
@@ -149,6 +152,8 @@ class Birth:
         if self.given:
             return self.given
         if self._is_defined:
+            if self._fits:
+                return "kernel"
             if self._fits_unscaled:
                 return "loss scale"
             return "range"
@@ -169,6 +174,13 @@ class Birth:
             return math.isfinite(self.true)
         # The kernel does not run in float64 (attention on CUDA). Overflow rarely produces NaN.
         return self.kind == "inf" and self.name not in _DIVIDES
+
+    @property
+    def _fits(self) -> bool:
+        """Whether result and inputs are so small that no sum of products exceeds the dtype."""
+        if self.kind != "nan" or self.true is None:
+            return False
+        return max(self.true, self.largest**2) < torch.finfo(self.dtype).max * _SMALL
 
     @property
     def _fits_unscaled(self) -> bool:

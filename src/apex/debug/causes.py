@@ -132,6 +132,8 @@ def finding_of(birth: Birth | None) -> Finding | None:
 def _remedies_of(birth: Birth, section: str) -> list[str]:
     """Returns the remedies that apply, the best first."""
     ways = remedies(section, birth.way)
+    if birth.cause == "kernel" and birth.dtype in dtypes.LOW_PRECISION:
+        return in_fp32(birth.place, birth.way, module=birth.place.module) + ways
     if birth.cause != "range" or not birth.fits_fp32:
         return ways
     if section == "range":
