@@ -273,6 +273,21 @@ def test_a_model_that_runs_during_a_step_gets_what_the_step_writes_after_it(leve
     assert loops.same(loops.masters(optimizer), loops.masters(plain[1]))
 
 
+@pytest.mark.parametrize("read", [nn.Module.state_dict, forward])
+def test_a_model_that_the_step_itself_reads_gets_what_it_writes_after_it(level, read):
+    """A signal's handler may save the model anywhere."""
+
+    class Reading(torch.optim.AdamW):
+        def step(self, closure=None):
+            read(model)
+            return super().step(closure)
+
+    model, optimizer = loops.prepared(level, lambda params: Reading(params, fused=True))
+    for x, y in loops.batches(3):
+        loops.train_step(model, optimizer, x, y)
+        assert loops.agree(model, optimizer)
+
+
 @pytest.mark.parametrize("name", ["SGD", "fused AdamW"])
 def test_threads_may_evaluate_while_optimizers_step(level, name):
     """Python switches between the threads at almost every line."""

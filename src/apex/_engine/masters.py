@@ -300,8 +300,11 @@ def make_master(exact: Tensor, master_class: type[nn.Parameter] = nn.Parameter) 
 
 
 @untraced
-def update_model_from_masters(pairs: Iterable[MasterPair]) -> None:
-    """Rounds every written master into its model parameter, or leaves that to a step that runs."""
+def update_model_from_masters(pairs: Iterable[MasterPair], *, ends_step: bool = False) -> None:
+    """Rounds every written master into its model parameter, or leaves that to a step elsewhere.
+
+    Until a step ends, its masters count as written: a fused kernel may yet write them.
+    """
     written: list[MasterPair] = []
     this_step = -threading.get_ident()
     with without_overrides():
@@ -311,8 +314,13 @@ def update_model_from_masters(pairs: Iterable[MasterPair]) -> None:
             is_elsewhere = before < 0 and before != this_step
             if pair.master._version != before and not is_elsewhere:
                 written.append(pair)
-    if written:
+    if ends_step:
         round_masters(written)
+    elif written:
+        stepped = [pair for pair in written if pair._master_version == this_step]
+        round_masters(written)
+        for pair in stepped:
+            pair._master_version = this_step
 
 
 @untraced

@@ -415,7 +415,7 @@ class PreparedOptimizer:
         if self._blocks is not None:
             self._blocks.end()
             self._blocks = None
-        masters.update_model_from_masters(self.pairs)
+        masters.update_model_from_masters(self.pairs, ends_step=True)
 
     @untraced_frame
     def _run_unless_overflow(
