@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
 
 from apex import amp
 from tests.support import loops
@@ -265,6 +266,29 @@ def test_gradients_and_forces_of_a_part_in_fp32_are_those_of_fp32(level, block, 
     x.grad = None
     loops.scaled_backward(found.pow(2).sum(), optimizer)
     assert torch.equal(x.grad, expected_second)
+
+
+class Slice(nn.Module):
+    """A batch norm of some channels alone: torch's formula mixes dtypes, and fails under casts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(3, 8, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)[:, :4]))
+
+
+def test_a_dispatch_mode_of_the_script_changes_no_gradient(level):
+    x = torch.randn(4, 3, 2, 2)
+    grads = []
+    for mode in (contextlib.nullcontext(), FlopCounterMode(display=False)):
+        torch.manual_seed(0)
+        model, optimizer = loops.prepared(level, model=Slice(), loss_scale=8.0)
+        with mode:
+            loops.scaled_backward(model(x).float().square().mean(), optimizer)
+        grads.append([param.grad for param in model.parameters()])
+    assert loops.same(*grads)
 
 
 def test_a_pass_leaves_the_function_modes_of_the_script_as_they_are(level):

@@ -46,7 +46,8 @@ class BackwardAutocast(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _RUNNERS:
             return self._run_pass(func, args, kwargs)
-        if not _is_in_pass(*self._start):
+        is_formula = getattr(func, "namespace", "") == "aten"  # which a dispatch mode calls again
+        if is_formula or not _is_in_pass(*self._start):
             return func(*args, **kwargs)
         mixes = len(floating_dtypes(tensors_in(args, kwargs))) > 1
         if not mixes and not torch.is_grad_enabled():
