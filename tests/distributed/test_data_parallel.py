@@ -108,14 +108,15 @@ def accumulate(rank, level, wrapper, delay, poisoned=None):
     return cases.state(parallel, optimizer)
 
 
-def accumulate_alone(level):
+def accumulate_alone(level, updates=3, passes=3):
+    """The same in one process, with the batches of both ranks in each pass."""
     model, optimizer = cases.prepare(level, seed=0)
-    for update in range(3):
-        for part in range(3):
-            for rank in range(2):
-                cases.backward(model, optimizer, *cases.rank_batch(rank, 3 * update + part), 1 / 6)
-        optimizer.step()
-        optimizer.zero_grad()
+    for step in range(updates * passes):
+        for rank in range(2):
+            cases.backward(model, optimizer, *cases.rank_batch(rank, step), 0.5 / passes)
+        if step % passes == passes - 1:
+            optimizer.step()
+            optimizer.zero_grad()
     return optimizer
 
 
@@ -155,15 +156,7 @@ def train_without_blocks(rank, wrapper, reads):
 def test_passes_without_blocks_train_as_one_process(on_two_ranks, reads):
     """A step, or a clip, leaves fp32 gradients, to which DDP adds nothing."""
     first = cases.alike(on_two_ranks(train_without_blocks, "torch", reads))
-    model, optimizer = cases.prepare("O5", seed=0)
-    for update in range(3):
-        for part in range(2):
-            for rank in range(2):
-                batch = cases.rank_batch(rank, 2 * update + part)
-                cases.backward(model, optimizer, *batch, 1 / 4)
-        optimizer.step()
-        optimizer.zero_grad()
-    cases.assert_trained_alike(first, optimizer, "O5")
+    cases.assert_trained_alike(first, accumulate_alone("O5", passes=2), "O5")
 
 
 def sum_of_many(rank, level, wrapper, kind):
@@ -233,14 +226,7 @@ def train_after_gradients_of(rank, level, what):
 def test_a_pass_that_adds_to_no_gradient_sends_none(on_two_ranks, level, what):
     """``torch.autograd.grad``, as for an adversarial attack or a balance of losses."""
     first = cases.alike(on_two_ranks(train_after_gradients_of, level, what))
-    model, optimizer = cases.prepare(level, seed=0)
-    for step in range(4):
-        for rank in range(2):
-            cases.backward(model, optimizer, *cases.rank_batch(rank, step), 1 / 4)
-        if step % 2 == 1:
-            optimizer.step()
-            optimizer.zero_grad()
-    cases.assert_trained_alike(first, optimizer, level)
+    cases.assert_trained_alike(first, accumulate_alone(level, updates=2, passes=2), level)
 
 
 class Checkpointed(torch.nn.Module):
@@ -271,14 +257,7 @@ def accumulate_with_checkpoints(rank, level):
 
 def test_passes_with_checkpoints_inside_are_sent_as_others(on_two_ranks):
     first = cases.alike(on_two_ranks(accumulate_with_checkpoints, "O5"))
-    model, optimizer = cases.initialized("O5", Checkpointed(0), loss_scale=1.0)
-    for step in range(6):
-        for rank in range(2):
-            (loops.loss_of(model, *cases.rank_batch(rank, step)) / 6).backward()
-        if step % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    cases.assert_trained_alike(first, optimizer, "O5", eps=8)
+    cases.assert_trained_alike(first, accumulate_alone("O5", updates=2), "O5", eps=8)
 
 
 def drop_a_poisoned_part(rank, level):

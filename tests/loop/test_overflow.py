@@ -18,20 +18,6 @@ def held(model, optimizer):
     return loops.values(model.parameters()), loops.masters(optimizer)
 
 
-def test_gradients_that_overflowed_stay_so_after_a_block_of_another_optimizer(level):
-    nets = [loops.net(seed) for seed in range(2)]
-    optimizers = [loops.sgd(net.parameters()) for net in nets]
-    amp.initialize(nets, optimizers, opt_level=level, verbosity=0, **DYNAMIC)
-    before = loops.masters(optimizers[0])
-    loops.backward(nets[0], optimizers[0], *loops.overflowing())
-    optimizers[0].step()
-    loss = sum(loops.loss_of(net, *loops.batch()) for net in nets)
-    loops.scaled_backward(loss / 256, optimizers[1])
-    loops.backward(nets[0], optimizers[0], *loops.batch())
-    optimizers[0].step()
-    assert loops.same(before, loops.masters(optimizers[0]))
-
-
 @pytest.mark.parametrize("option", ["delay_unscale", "delay_overflow_check"])
 def test_a_delayed_overflow_moves_the_scale_with_the_next_pass_and_skips(level, option):
     model, optimizer = loops.prepared(level, **DYNAMIC)

@@ -457,12 +457,3 @@ def test_sparse_buffers_are_cast_and_saved_exactly(level):
     assert torch.equal(model.state_dict()["0.edges"].to_dense(), torch.eye(4) / 3)
     amp.restore(model)
     assert torch.equal(model[0].edges.to_dense(), torch.eye(4) / 3)
-
-
-def test_frozen_weights_that_are_loaded_or_stay_are_not_named(caplog):
-    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
-    model, _ = train_prepared(model)
-    model[0].load_state_dict(nn.Linear(4, 4).state_dict())
-    for _ in range(3):
-        model(torch.ones(2, 4))
-    assert not messages(caplog)

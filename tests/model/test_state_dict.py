@@ -5,7 +5,6 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from tests.model.nets import LOW, BufferNet, Tied, converted, exact_of, with_masters
 
@@ -172,15 +171,6 @@ def test_a_part_is_saved_as_it_is_now_and_without_its_model():
     del model
     part.late = nn.Linear(2, 2)
     assert (part.state_dict()["weight"] == 0.5).all()
-
-
-def test_a_weight_that_is_parametrized_later_is_loaded_exactly():
-    model, masters = with_masters(BufferNet())
-    master = exact_of(model, masters, "last.weight")
-    parametrize.register_parametrization(model.last, "weight", nn.Identity())
-    entries = {"last.parametrizations.weight.original": torch.full((2, 4), 1 / 3)}
-    model.load_state_dict(entries, strict=False)
-    assert (master == 1 / 3).all()
 
 
 def test_16_bit_entries_leave_the_low_bits_of_what_they_restore():
