@@ -193,6 +193,8 @@ FAILING = [
     ("from apex import amp\namp.initialise()\n", "Did you mean initialize?"),
     ("from apex.optimizers import FusedAdm\n", "Did you mean FusedAdam?"),
     ("from apex import amp\namp.initialize(1, optlevel='O1')\n", "Did you mean opt_level?"),
+    ("1 / 0\nfrom apex import amp\namp.initialise()\n", "train.py:1)\nTraced 0 operators"),
+    ("exec('1 / 0')\n", "ZeroDivisionError: division by zero"),
 ]
 
 

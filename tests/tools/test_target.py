@@ -20,7 +20,7 @@ def trains(experiment):
     return loss.dim() == 0
 
 
-DATACLASS = "import dataclasses\n@dataclasses.dataclass\nclass Options:\n    width: int = 16\n"
+DATACLASS = "import dataclasses\nn = __file__\n@dataclasses.dataclass\nclass Options:\n    width: int = 16\n"
 BESIDE = "plain = loss\nloss = 1\ndef other():\n    return model, optimizer, batches, plain\n"
 TARGETS = {
     "names": (TARGET, ""),
@@ -63,6 +63,7 @@ NO_TARGETS = {
     "raises": (FAILS, r"raised ZeroDivisionError: division by zero \(.*:4\)\n  no data"),
     "import": ("import no_such\nfrom x import *\n", "Executing .* failed: ModuleNotFoundError"),
     "two": ("def setup():\n    return 1, 2\n", "returned tuple; it must return model, optimizer"),
+    "none": ("def setup():\n    pass\n", "returned NoneType; it must return model, optimizer"),
     "part": ("def setup():\n    return {'model': 1}\n", "returned dict; it must return model"),
     "module": ("import torch\nsetup = torch.nn.ReLU()\n", r"setup\(\) raised TypeError"),
     "model": (TARGET + "model = 3\n", "model is int; it must be Module"),
