@@ -20,14 +20,15 @@ def trains(experiment):
     return loss.dim() == 0
 
 
-DATACLASS = "import dataclasses\nn = __file__\n@dataclasses.dataclass\nclass Options:\n    width: int = 16\n"
+FILE = "folder = __file__\n"
+DATACLASS = "import dataclasses\n@dataclasses.dataclass\nclass Options:\n    width: int = 16\n"
 BESIDE = "plain = loss\nloss = 1\ndef other():\n    return model, optimizer, batches, plain\n"
 TARGETS = {
     "names": (TARGET, ""),
     "setup": (SETUP, ""),
     "function": (SETUP.replace("setup", "other"), ":other"),
     "dict": (SETUP.replace("return model, optimizer, batches, loss", "return locals()"), ""),
-    "dataclass": ("from __future__ import annotations\n" + TARGET + DATACLASS, ""),
+    "dataclass": ("from __future__ import annotations\n" + FILE + TARGET + DATACLASS, ""),
     "function beside names": (TARGET + BESIDE, ":other"),
     "star": ("from helper_of_target import *\n", ""),
 }
