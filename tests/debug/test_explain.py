@@ -177,3 +177,13 @@ BAD = {
 def test_bad_input_is_explained(message):
     with pytest.raises((TypeError, ValueError), match=message):
         BAD[message]()
+
+
+def test_an_operator_without_inputs_computes_in_its_result_and_integers_do_not_count():
+    class Fresh(nn.Module):
+        def forward(self, x):
+            return x[torch.arange(3)] + torch.ones(3, dtype=torch.bfloat16)
+
+    found = explain(Fresh(), torch.randn(3), backward=False)
+    assert [row.computed_in for row in found.ops if not row.dtypes_in] == ["bfloat16"]
+    assert found.total.casts == 0

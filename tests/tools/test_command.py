@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -129,16 +130,20 @@ def test_a_reader_that_is_gone_costs_no_report_and_is_exit_code_3(apex, tmp_path
     assert (tmp_path / "report.html").exists()
 
 
-def test_a_full_disk_is_named_and_is_exit_code_3(apex, tmp_path, monkeypatch):
+def test_a_full_disk_is_named_and_is_exit_code_3(tmp_path, capsys):
+    command = ["migrate", written(tmp_path)]
+    run = [sys.executable, "-m", "apex", *command]
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
     with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        monkeypatch.setattr(os, "dup2", lambda *_: None)
-        code, _, err = apex("migrate", written(tmp_path))
-        monkeypatch.undo()
-        with contextlib.suppress(OSError):
-            full.close()
-    assert code == NOT_WRITTEN
-    assert err == "apex migrate: standard output: No space left on device.\n"
+        process = subprocess.Popen(
+            run, stdout=full, stderr=subprocess.PIPE, text=True, env=buffered
+        )
+    _, error = process.communicate()
+    assert process.returncode == NOT_WRITTEN
+    assert error == "apex migrate: standard output: No space left on device.\n"
+    assert main([*command, "--json", "/dev/full"]) == NOT_WRITTEN
+    reason = "/dev/full could not be written: No space left on device."
+    assert capsys.readouterr().err == f"apex migrate: {reason}\n"
 
 
 BAD_USAGE = [
@@ -188,6 +193,8 @@ FAILING = [
     ("from apex import amp\namp.initialise()\n", "Did you mean initialize?"),
     ("from apex.optimizers import FusedAdm\n", "Did you mean FusedAdam?"),
     ("from apex import amp\namp.initialize(1, optlevel='O1')\n", "Did you mean opt_level?"),
+    ("1 / 0\nfrom apex import amp\namp.initialise()\n", "train.py:1)\nTraced 0 operators"),
+    ("exec('1 / 0')\n", "ZeroDivisionError: division by zero"),
 ]
 
 

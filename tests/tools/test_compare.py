@@ -115,12 +115,33 @@ def test_another_seed_gives_other_curves_and_a_script_is_executed_once(every, tm
 
 
 def test_bf16_without_masters_freezes_updates_that_masters_keep(tmp_path):
-    text = TARGET.replace("lr=1e-2", "lr=1e-4") + "evaluate = lambda model: torch.rand(())\n"
+    evaluate = "evaluate = lambda model: torch.rand(()) + 2 * torch.is_grad_enabled()\n"
+    text = TARGET.replace("lr=1e-2", "lr=1e-4") + evaluate
     found = by_name(compared(written(tmp_path, text), "O0,O5,bf16"))
     assert found["bf16"].training.frozen > 0.3
     assert max(found["O5"].training.frozen, found["O0"].training.frozen) < 0.01
-    # Each level draws the same random numbers.
+    # Each level draws the same random numbers, and evaluates without gradients.
     assert len({each.training.evaluation for each in found.values()}) == 1
+    assert found["O0"].training.evaluation < 1
+
+
+COUNTED = """
+class Counted(torch.optim.SGD):
+    def step(self, closure=None):
+        print("step")
+        return super().step(closure)
+
+
+optimizer = Counted(model.parameters(), lr=0.1)
+"""
+
+
+def test_a_timed_step_is_one_of_the_optimizer_too(tmp_path, capsys):
+    counts = []
+    for rounds in (1, 3):
+        compared(written(tmp_path, TARGET + COUNTED), rounds=rounds)
+        counts.append(capsys.readouterr().out.count("step"))
+    assert counts[0] < counts[1]
 
 
 @pytest.mark.parametrize(("levels", "expected"), [("O0 O4", 12), ("O2 O5", 14), ("bf16", 6)])

@@ -25,6 +25,7 @@ ADVICE = [
     (8.0, 0, "O1"),
     (0.02, 4.0, "O4"),  # CPUs that emulate fp16
     (1.0, 1.1, "O0"),
+    (0.6, 0.1, "O0"),
     (0, 0, "O0"),
 ]
 
@@ -40,6 +41,9 @@ def test_a_busy_machine_gets_no_level():
     found, text = doctor.advise(speeds_of(8.0, 8.0), "gpu", Load(17.0, 2))
     assert found is None
     assert text.startswith("No level suggested: this machine is busy (load 17 on 2 cores).")
+    found, text = doctor.advise(speeds_of(8.0, None), "gpu", Load(0.5, 2))
+    assert found is None
+    assert text.startswith("No level suggested: other programs disturbed the measurement.")
 
 
 @pytest.mark.parametrize("busy", [False, True])

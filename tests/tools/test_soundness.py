@@ -89,6 +89,22 @@ def test_steps_that_were_skipped_are_as_many_steps_behind():
     assert judged(late, fp32)
 
 
+ACCIDENTS = {
+    "few steps": (2.0,) * 19,
+    "one spike": (1.001,) * (STEPS - 1) + (20.0,),
+    "some steps": (*(1.0,) * 40, *(1.5,) * 14, *(0.99,) * 6),
+}
+
+
+@pytest.mark.parametrize("losses", ACCIDENTS.values(), ids=ACCIDENTS)
+def test_a_higher_mean_alone_accuses_no_level(losses):
+    assert judged(losses, (1.0,) * len(losses)) == ""
+
+
+def test_updates_that_are_lost_in_fp32_too_are_no_fault():
+    assert fault(result_of("O5", frozen=0.5), result_of("O0", frozen=0.5)) == ""
+
+
 def test_values_that_are_not_finite_are_left_out_and_sizes_may_be_negative():
     fp32 = [-1.0] * 12
     ours = [-0.9] * 11 + [math.inf]

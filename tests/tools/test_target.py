@@ -20,6 +20,7 @@ def trains(experiment):
     return loss.dim() == 0
 
 
+FILE = "folder = __file__\n"
 DATACLASS = "import dataclasses\n@dataclasses.dataclass\nclass Options:\n    width: int = 16\n"
 BESIDE = "plain = loss\nloss = 1\ndef other():\n    return model, optimizer, batches, plain\n"
 TARGETS = {
@@ -27,7 +28,7 @@ TARGETS = {
     "setup": (SETUP, ""),
     "function": (SETUP.replace("setup", "other"), ":other"),
     "dict": (SETUP.replace("return model, optimizer, batches, loss", "return locals()"), ""),
-    "dataclass": ("from __future__ import annotations\n" + TARGET + DATACLASS, ""),
+    "dataclass": ("from __future__ import annotations\n" + FILE + TARGET + DATACLASS, ""),
     "function beside names": (TARGET + BESIDE, ":other"),
     "star": ("from helper_of_target import *\n", ""),
 }
@@ -63,6 +64,7 @@ NO_TARGETS = {
     "raises": (FAILS, r"raised ZeroDivisionError: division by zero \(.*:4\)\n  no data"),
     "import": ("import no_such\nfrom x import *\n", "Executing .* failed: ModuleNotFoundError"),
     "two": ("def setup():\n    return 1, 2\n", "returned tuple; it must return model, optimizer"),
+    "none": ("def setup():\n    pass\n", "returned NoneType; it must return model, optimizer"),
     "part": ("def setup():\n    return {'model': 1}\n", "returned dict; it must return model"),
     "module": ("import torch\nsetup = torch.nn.ReLU()\n", r"setup\(\) raised TypeError"),
     "model": (TARGET + "model = 3\n", "model is int; it must be Module"),

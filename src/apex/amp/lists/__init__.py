@@ -35,20 +35,13 @@ _LISTS: dict[str, tuple[Category, Kind | None]] = {
 """The category of each list's operators, and the kind of its Python functions."""
 
 
-def op_table(dtype: torch.dtype) -> OpTable:
-    """Returns the op table of a low-precision dtype, with the user's changes to the lists.
-
-    Raises:
-        ValueError: If torch has no function of an added name.
-    """
-    table, _ = casts(dtype)
-    return table
-
-
 def casts(dtype: torch.dtype) -> tuple[OpTable, list[tuple[Any, str, Kind]]]:
     """Returns the op table, and module, name and kind of the added Python functions of torch.
 
     Those have no operator, and are cast as the user's registered functions are.
+
+    Raises:
+        ValueError: If torch has no function of an added name.
     """
     table = OpTable.default().for_dtype(dtype)
     functions = []

@@ -107,7 +107,7 @@ def fault(result: Result, baseline: Result) -> str:
     faults = [error for error in result.errors if error not in baseline.errors]
     record = result.training
     base = baseline.training
-    if not faults and record is not None and base is not None:
+    if record is not None and base is not None:
         faults += _faults(result, record, base)
     return "; ".join(faults)
 

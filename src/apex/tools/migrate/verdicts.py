@@ -74,8 +74,7 @@ def _check_initialize(use: Name) -> None:
     """Raises as ``amp.initialize`` does for a level, or an override that has no meaning there."""
     values = dict(use.values)
     level = values.pop("opt_level", "O1")
-    is_unknown = "opt_level" in use.keywords and "opt_level" not in use.values
-    if is_unknown or values.pop("enabled", True) in (False, "False"):
+    if values.pop("enabled", True) in (False, "False"):
         return
     levels = bindings("apex.amp.properties")  # read from the source, without torch
     if not values and level in levels:
@@ -91,8 +90,8 @@ def _check_optimizer(definition: Definition, values: Mapping[str, Any]) -> None:
     """Raises as the constructor does."""
     import torch
 
-    constructor = getattr(importlib.import_module(definition.module), definition.name, None)
-    if isinstance(constructor, type) and issubclass(constructor, torch.optim.Optimizer):
+    constructor = getattr(importlib.import_module(definition.module), definition.name)
+    if issubclass(constructor, torch.optim.Optimizer):
         param = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
         constructor([param], **{"lr": 0.1, **values})
 
