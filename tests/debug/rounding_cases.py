@@ -145,8 +145,9 @@ class Attention(nn.Module):
             scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
             later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
             if self.mask == "least":
-                low = torch.zeros(later.shape, dtype=scores.dtype)
-                scores = scores + low.masked_fill(later, torch.finfo(scores.dtype).min)
+                least = torch.finfo(scores.dtype).min
+                low = torch.zeros(later.shape, dtype=scores.dtype).masked_fill(later, least)
+                scores = (scores + low).masked_fill(low.bool(), least)
             else:
                 scores = scores.masked_fill(later, float("-inf"))
             y = self.dropout(scores.softmax(-1)) @ v

@@ -307,7 +307,7 @@ class RoundingTrace(GradientEnds):
         if shadow is None:
             return
         exact = shadow.view(values)
-        wrong = (exact == exact.round()) & (exact != result)
+        wrong = (exact == exact.round()) & (exact.to(result.dtype) != result)
         verdict = Verdict(
             dtypes.name(values.dtype),
             float(wrong.double().mean()),  # sync: tracing is a diagnosis
