@@ -125,9 +125,11 @@ def mlp(activation=nn.ReLU, norm=nn.Identity, depth=4):
 
 
 def conv_net():
-    first = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()
+    first = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+    between = nn.Conv2d(16, 16, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()  # of means that are 0
     second = nn.Conv2d(16, 32, 3, stride=2), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)
-    return nn.Sequential(*first, *second, nn.Flatten(), nn.Dropout(0.1), nn.Linear(32 * 9, 10))
+    last = nn.Flatten(), nn.Dropout(0.1), nn.Linear(32 * 9, 10)
+    return nn.Sequential(*first, *between, *second, *last)
 
 
 class Attention(nn.Module):

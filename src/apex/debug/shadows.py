@@ -365,10 +365,11 @@ class Results:
         is_fused = base.startswith(SAVES_INFINITIES) and base.endswith("backward")
         if base in rules.MOVES or is_fused:
             return
-        count = len(self.pairs)
+        indices = range(len(self.pairs))
         if base.startswith(_FIRST_RESULT):
-            count = 1
-        for index in range(count):
+            first = len(self._call.own.written)  # behind the running statistics
+            indices = range(first, first + 1)
+        for index in indices:
             yield self._verdict(index)
 
     def _verdict(self, index: int) -> Verdict:
