@@ -314,13 +314,14 @@ def update_model_from_masters(pairs: Iterable[MasterPair], *, ends_step: bool = 
             is_elsewhere = before < 0 and before != this_step
             if pair.master._version != before and not is_elsewhere:
                 written.append(pair)
-    if ends_step:
-        round_masters(written)
-    elif written:
+    if not written:
+        return
+    stepped: list[MasterPair] = []
+    if not ends_step:
         stepped = [pair for pair in written if pair._master_version == this_step]
-        round_masters(written)
-        for pair in stepped:
-            pair._master_version = this_step
+    round_masters(written)
+    for pair in stepped:
+        pair._master_version = this_step
 
 
 @untraced
