@@ -254,6 +254,24 @@ def test_finite_differences_are_exact(mode, level):
     compare(scenario, level)
 
 
+def test_both_passes_of_sam_see_their_weights(level):
+    def scenario(model, optimizer):
+        first = model(X).square().sum()
+        first.backward()
+        away = grads(model.parameters())
+        for param, grad in zip(model.parameters(), away, strict=True):
+            param.data.add_(grad, alpha=0.125)
+        optimizer.zero_grad()
+        second = model(X).square().sum()
+        second.backward()
+        for param, grad in zip(model.parameters(), away, strict=True):
+            param.data.sub_(grad, alpha=0.125)
+        optimizer.step()
+        return [first, second, *grads(model.parameters()), model(X)]
+
+    compare(scenario, level)
+
+
 def test_functional_calls_use_the_weights_that_they_get(level):
     def scenario(model, optimizer):
         def loss(params, x):
@@ -428,6 +446,17 @@ def test_a_weight_that_the_forward_writes_is_cast_again(level):
 
         model.conv.register_forward_hook(halve)
         return [model(X), model(X), model(X)]
+
+    compare(scenario, level)
+
+
+def test_training_follows_an_evaluation_in_inference_mode(level):
+    def scenario(model, optimizer):
+        with torch.inference_mode():
+            before = model(X).clone()
+        loss = model(X).square().sum()
+        loss.backward()
+        return [before, loss, *grads(model.parameters())]
 
     compare(scenario, level)
 

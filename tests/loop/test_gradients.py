@@ -253,6 +253,25 @@ def test_zeros_take_no_memory_of_fp32(level, kept):
 
 # -- 2 and 4: passes add up, in fp32 ---------------------------------------------------------
 
+PASSES = ["block", "delayed", "plain"]
+
+
+@pytest.mark.parametrize("kinds", [*itertools.product(PASSES, PASSES, ["block"])], ids="-".join)
+@some_levels
+def test_passes_of_all_kinds_add_up(level, kinds):
+    training = Training(level)
+    total = [0.0] * 4
+    for index, kind in enumerate(kinds):
+        factors = [0.5 * factor * (index + 1) for factor in ONE]
+        total = [a + b for a, b in zip(total, factors, strict=True)]
+        if kind == "plain":
+            training.plain(*factors)
+        else:
+            training.block(*factors, delay_unscale=kind == "delayed")
+    assert training.grads("model") == training.grads("masters") == total
+    training.optimizer.step()
+    assert training.weights() == pytest.approx([1.0 - 0.1 * each for each in total], rel=4e-3)
+
 
 class KeepsItsLoss(loops.Weights):
     """Shows its loss as an attribute, not as its output."""
@@ -261,8 +280,14 @@ class KeepsItsLoss(loops.Weights):
         self.loss = super().forward(**factors)
 
 
-KINDS = ["block", "delayed", "plain", "plain before blocks", "of one forward"]
-KINDS += ["after all forwards", "kept by the model", "of a part"]
+KINDS = [
+    *PASSES,
+    "plain before blocks",
+    "of one forward",
+    "after all forwards",
+    "kept by the model",
+    "of a part",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
