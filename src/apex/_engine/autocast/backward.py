@@ -29,7 +29,8 @@ class BackwardAutocast(TorchFunctionMode):
         autograd's formulas compute in the dtypes of the forward. Python code in the same pass (a
         function's own backward, a hook) may mix dtypes, which apex cast. It may also run a forward
         again, with gradients enabled. So autocast is off in the pass, and a function mode, which
-        formulas bypass, turns it on for such calls. A pass outside ``scale_loss`` runs under its
+        formulas bypass, turns it on for such calls. A dispatch mode calls a formula's operators
+        again, from Python: these stay uncast. A pass outside ``scale_loss`` runs under its
         thread's casts. There, our kernels do not cast the calls that this mode would not cast.
     """
 
@@ -46,7 +47,7 @@ class BackwardAutocast(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _RUNNERS:
             return self._run_pass(func, args, kwargs)
-        is_formula = getattr(func, "namespace", "") == "aten"  # which a dispatch mode calls again
+        is_formula = getattr(func, "namespace", "") == "aten"  # an operator, not a function
         if is_formula or not _is_in_pass(*self._start):
             return func(*args, **kwargs)
         mixes = len(floating_dtypes(tensors_in(args, kwargs))) > 1
