@@ -22,7 +22,7 @@ import torch
 import apex
 from apex._core.project import VERSION
 from tests.support.devices import Forwarding, Place
-from tests.support.features import has_masters
+from tests.support.features import NO_MASTERS, has_masters
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("apex", deadline=None, derandomize=True, database=None)
@@ -132,7 +132,7 @@ def pytest_runtest_call(item):
         if has_masters or "fp32 masters (O2, O5" not in str(error):
             raise
         traceback.clear_frames(error.__traceback__)  # pytest keeps it, and so the test's models
-        pytest.skip("fp32 masters need torch 2.10")
+        pytest.skip(NO_MASTERS)
 
 
 @pytest.hookimpl(wrapper=True)

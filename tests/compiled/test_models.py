@@ -46,7 +46,7 @@ def test_nothing_is_compiled_after_the_second_iteration(level):
 
 
 def test_a_class_of_models_uses_up_the_recompile_limit_of_no_other(level):
-    with torch._dynamo.config.patch(recompile_limit=1):
+    with torch._dynamo.config.patch(cache_size_limit=1):
         for model in (loops.net(), nn.Linear(4, 2), loops.Net()):
             run, graphs = cases.compiled(loops.prepared(level, model=model)[0])
             run(torch.randn(3, 4))
@@ -236,7 +236,7 @@ def test_compiled_code_follows_a_changed_op_table():
 @torch.compiler.assume_constant_result  # dynamo calls it at tracing
 def collect():
     gc.collect()
-    return 1.0
+    return 1
 
 
 def prepared_until_a_collection(level):
@@ -264,7 +264,7 @@ def test_a_session_that_ends_while_dynamo_traces_changes_no_other_model(ended, l
     plain = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     prepared_until_a_collection(ended)
     model, _ = loops.prepared(level, model=plain)
-    factor = collect if ends == "before" else float
+    factor = collect if ends == "before" else int
     backend = "aot_eager" if ends == "before" else collecting_backend
     run = torch.compile(lambda x: torch.softmax(model(x * (1.0 + factor())), 1), backend=backend)
     x = torch.randn(3, 4)

@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 from apex import amp
 from tests.compiled import cases
 from tests.support import loops
+from tests.support.features import needs_masters
 
 pytestmark = pytest.mark.filterwarnings(  # of torch's own making
     "ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not a leaf"
@@ -40,6 +41,7 @@ def test_a_thread_trains_while_another_one_compiles(level):
     assert loops.same((losses, loops.masters(optimizer)), (expected, loops.masters(plain)))
 
 
+@needs_masters
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_written_masters_and_plain_sums_are_exact_while_another_thread_compiles(level):
     def outputs_and_sum():

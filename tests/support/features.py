@@ -10,6 +10,10 @@ TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 has_masters = TORCH_VERSION >= (2, 10)
 """Whether 16-bit parameters may hold fp32 gradients; else the tests of masters are skipped."""
 
+NO_MASTERS = "fp32 masters need torch 2.10"
+needs_masters = pytest.mark.skipif(not has_masters, reason=NO_MASTERS)
+"""Marks tests of masters in which amp's error does not end the test."""
+
 shards_on_cpu = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"),
     reason="fully_shard of this torch (2.6) calls for events, which its streams on CPUs lack",

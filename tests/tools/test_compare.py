@@ -17,6 +17,7 @@ from apex.tools.compare.table import comparison_text
 from apex.tools.compare.target import open_target
 from apex.tools.errors import InputError
 from tests.support.emulation import emulate
+from tests.support.features import needs_masters
 from tests.support.loops import descend
 from tests.tools.cases import FAILS_IN_BF16, TARGET, by_name, compared, written
 
@@ -83,6 +84,7 @@ def test_steps_that_overflow_are_counted(tmp_path):
     assert found["O0"].training.skipped == 0
 
 
+@needs_masters
 def test_casts_of_a_level_do_not_reach_the_others(tmp_path):
     """While they take turns, all levels are active."""
     file = tmp_path / "dtypes"
@@ -97,6 +99,7 @@ def test_casts_of_a_level_do_not_reach_the_others(tmp_path):
     assert counts["torch.float32"] == 2 * counts["torch.bfloat16"] > 0  # at O0 and O5, and at O4
 
 
+@needs_masters
 def test_the_json_holds_every_level_trained_and_timed_and_no_nan(every):
     assert not every.failed
     data = json.loads(json.dumps(to_json(every), allow_nan=False))
@@ -114,6 +117,7 @@ def test_another_seed_gives_other_curves_and_a_script_is_executed_once(every, tm
     assert other["O4"].training.losses != by_name(every)["O4"].training.losses
 
 
+@needs_masters
 def test_bf16_without_masters_freezes_updates_that_masters_keep(tmp_path):
     evaluate = "evaluate = lambda model: torch.rand(()) + 2 * torch.is_grad_enabled()\n"
     text = TARGET.replace("lr=1e-2", "lr=1e-4") + evaluate
@@ -144,6 +148,7 @@ def test_a_timed_step_is_one_of_the_optimizer_too(tmp_path, capsys):
     assert counts[0] < counts[1]
 
 
+@needs_masters
 @pytest.mark.parametrize(("levels", "expected"), [("O0 O4", 12), ("O2 O5", 14), ("bf16", 6)])
 def test_bytes_per_param_are_those_of_the_level(every, levels, expected):
     # Adam keeps two values a weight, and a step count of 4 bytes for each of the 4 tensors.
@@ -155,6 +160,7 @@ def test_bytes_per_param_are_those_of_the_level(every, levels, expected):
     assert by_name(every)["O0"].training.saved_bytes == 6 * (4 * (8 + 16 + 4) + 8) + 4
 
 
+@needs_masters
 def test_an_emulated_level_is_trained_and_judged_and_not_timed(tmp_path, monkeypatch):
     emulate(monkeypatch, "bf16", "fp16")
     levels = "O0,O1,O4,O5,autocast-bf16"
@@ -179,6 +185,7 @@ def test_levels_that_the_cpu_computes_are_timed_beside_emulated_ones(tmp_path, m
     assert [len(found[name].times) for name in ("O0", "O1", "O4")] == [1, 0, 1]
 
 
+@needs_masters
 def test_a_long_training_at_an_emulated_level_is_skipped_unless_it_is_named(tmp_path, monkeypatch):
     emulate(monkeypatch, "bf16")
     comparison = compared(written(tmp_path), "O0,O4", steps=2, patience=0.0)
@@ -199,6 +206,7 @@ def test_a_long_training_at_an_emulated_level_is_skipped_unless_it_is_named(tmp_
         assert bool(level["training"]) == trained
 
 
+@needs_masters
 def test_the_target_of_the_how_to_trains(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "howto" / "compare.md").read_text()
     target = re.search(r"```python\n(import torch\n.*?)```", text, re.DOTALL)[1]

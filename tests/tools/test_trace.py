@@ -36,7 +36,7 @@ def train(net, xs):
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
     for step, x in enumerate(xs):
         optimizer.zero_grad()
-        nn.functional.mse_loss(net(x), torch.ones(2, 2)).backward()
+        nn.functional.mse_loss(net(x).float(), torch.ones(2, 2)).backward()
         optimizer.step()
         print("step", step)
 

@@ -252,11 +252,12 @@ class FrozenUpdates:
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         """Counts the weights after the step."""
         for param, old, wanted in self._wanted.pop(optimizer, ()):
-            differs = wanted != old.to(wanted.dtype)
-            moves = differs & torch.isfinite(wanted)
+            # DTensors of torch 2.10 lack `ne` and `count_nonzero`.
+            equals = wanted == old.to(wanted.dtype)
+            moves = ~equals & torch.isfinite(wanted)
             stays = moves & (param.detach() == old)
-            frozen = int(stays.count_nonzero())  # sync: a diagnosis on request
-            self.wanted += int(moves.count_nonzero())  # sync: as above
+            frozen = int(stays.sum())  # sync: a diagnosis on request
+            self.wanted += int(moves.sum())  # sync: as above
             self.frozen += frozen
             if frozen:
                 self._stayed[_step_of(optimizer, param)] += frozen

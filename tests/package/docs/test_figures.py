@@ -8,6 +8,7 @@ import pytest
 
 from docs.figures import FIGURES, loss_scaling, memory, path
 from tests.package.docs.pages import ROOT
+from tests.support.features import TORCH_VERSION
 from tests.support.loops import each_of
 
 TEXT = "{http://www.w3.org/2000/svg}text"
@@ -15,6 +16,8 @@ name = each_of(*FIGURES)
 
 
 def test_the_committed_figure_is_what_is_drawn(name):
+    if name == "op_policy" and TORCH_VERSION < (2, 11):
+        pytest.skip("this torch lacks the operator of a row")
     assert path(name).read_text("utf-8") == FIGURES[name](), "run python -m docs.figures"
 
 

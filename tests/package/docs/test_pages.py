@@ -8,6 +8,7 @@ import pytest
 from apex.amp.properties import level_defaults, to_policy
 from docs.measured import filled, made_by
 from tests.package.docs.pages import ROOT, name
+from tests.support.features import TORCH_VERSION
 
 FOLDERS = ("docs", "tests", "examples", "benchmarks")
 EVERY = [
@@ -80,6 +81,7 @@ STALE = {
 """Code that stops at each message of the page."""
 
 
+@pytest.mark.skipif(TORCH_VERSION < (2, 10), reason="this torch stops at fewer of them")
 @pytest.mark.parametrize("word", STALE)
 def test_the_messages_of_old_scripts_are_those_that_they_stop_at(word, capsys):
     text = (ROOT / "docs/fix_script.md").read_text("utf-8").partition("changed since:")[2]
