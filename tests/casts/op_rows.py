@@ -237,13 +237,17 @@ def arguments(row: str) -> list[Arguments]:
     return [(ARGUMENTS[plain] if plain in ARGUMENTS else _of_schema(row), {})]
 
 
+NO_KERNEL = {"_grouped_mm"} if dispatcher.TORCH_VERSION == (2, 8) else set()
+"""Rows whose operator has no kernel for a CPU."""
+
+
 @functools.cache
 def rows(device: str = "cpu") -> list[str]:
     """Returns every row that is called by itself, of those that this torch has.
 
     The emulated device has no sparse tensors, and CUDA has no histograms.
     """
-    known = [row for row in OpTable.default().rows if arguments(row)]
+    known = [row for row in OpTable.default().rows if row not in NO_KERNEL and arguments(row)]
     return [r for r in known if device == "cpu" or not (r in _SPARSE or "histogram" in r)]
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from apex import amp
 from tests.distributed.cases import rank_batch
 from tests.support import loops
-from tests.support.features import shards_on_cpu
+from tests.support.features import averages_on_cpu, shards_on_cpu
 
 pytestmark = [pytest.mark.distributed, shards_on_cpu]
 
@@ -289,6 +289,7 @@ def unsent(rank, level, policy, shape, loss_ids):
     return model.weight.grad.full_tensor()
 
 
+@averages_on_cpu
 @loops.every(loss_ids=[(0, 1), (0, None), (None, 0), (1, None, 0, 1)], shape=[(2,), (2, 1)])
 @pytest.mark.parametrize(("level", "policy"), [("O1", "fp32"), ("O0", "fp16")])
 def test_gradients_that_ranks_have_yet_to_share_have_no_scale(

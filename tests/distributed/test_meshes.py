@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from apex import amp
 from apex.optimizers import FusedLAMB
 from tests.support import loops
-from tests.support.features import TORCH_VERSION, shards_on_cpu
+from tests.support.features import averages_on_cpu, shards_on_cpu, unbinds_dtensors
 from tests.support.loops import same, scaled_backward
 from tests.support.sharding import mesh, net, shard
 
@@ -94,14 +94,8 @@ def clipped_and_trained(rank, kind, shape):
     return torch.tensor(norms), whole
 
 
-ADDS = "fully_shard of this torch adds gradients on gloo"
-averages = pytest.mark.skipif(TORCH_VERSION < (2, 9), reason=ADDS)
-LACKS = "DTensors of this torch lack unbind, which LAMB needs"
-unbinds = pytest.mark.skipif(TORCH_VERSION < (2, 10), reason=LACKS)
-
-
-@averages
-@loops.every(shape=[(2,), (2, 2)], kind=[pytest.param("LAMB", marks=unbinds), "AdamW"])
+@averages_on_cpu
+@loops.every(shape=[(2,), (2, 2)], kind=[pytest.param("LAMB", marks=unbinds_dtensors), "AdamW"])
 def test_clips_and_steps_by_norms_are_those_of_the_whole_model(on_ranks, kind, shape):
     ranks = 2 * len(shape)
     for found in on_ranks(ranks, clipped_and_trained, kind, shape):

@@ -20,6 +20,16 @@ shards_on_cpu = pytest.mark.skipif(
 )
 """Marks tests in which a model that ``fully_shard`` splits computes, on a CPU."""
 
+averages_on_cpu = pytest.mark.skipif(
+    TORCH_VERSION < (2, 9), reason="fully_shard of this torch adds gradients on gloo"
+)
+"""Marks tests of gradients that ranks average by ``fully_shard``, on a CPU."""
+
+unbinds_dtensors = pytest.mark.skipif(
+    TORCH_VERSION < (2, 10), reason="DTensors of this torch lack unbind, which LAMB needs"
+)
+"""Marks tests of LAMB with a model that ``fully_shard`` splits."""
+
 copies_before_saving = pytest.mark.skipif(
     TORCH_VERSION < (2, 7),
     reason="async_save of this torch (2.6) saves what training writes on a CPU in the meantime",

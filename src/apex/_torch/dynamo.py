@@ -107,6 +107,10 @@ def _guard_of(
     return create
 
 
+is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+"""Returns whether ``torch.jit.trace`` runs the calling code."""
+
+
 def is_tracing() -> bool:
     """Returns whether dynamo traces a function in this thread."""
     return torch._guards.TracingContext.try_get() is not None

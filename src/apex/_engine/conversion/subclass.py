@@ -34,7 +34,7 @@ from apex._engine.conversion.state import ModelState, state_of
 from apex._engine.masters import mark_zeros, without_grad
 from apex._engine.session import STATE
 from apex._engine.wrappers.averages import view_for
-from apex._torch.dynamo import is_compiling, is_exporting_onnx
+from apex._torch.dynamo import is_compiling, is_exporting_onnx, is_jit_tracing
 from apex._torch.modules import params_in
 
 _log = logging.getLogger("apex")
@@ -204,12 +204,13 @@ def _casting_forward(own: Any) -> Any:
         state = state_of(self)
         if state is None:  # restored, but a script has kept this method
             return plain_class(type(self)).forward(self, *args, **kwargs)
-        if is_exporting_onnx():
+        is_traced = is_compiling()
+        if (is_traced or is_jit_tracing()) and is_exporting_onnx():  # which takes 8 us
             raise RuntimeError(_ONNX)
         run = state.inner_forward or super(Converted, self).forward
         cast = begin_call(state, args, kwargs)
         cast_args, cast_kwargs = cast
-        if is_compiling():
+        if is_traced:
             return end_call(state, state.region.run_traced(run, cast_args, cast_kwargs))
         with ExitStack() as call:
             observer = state.session.observer

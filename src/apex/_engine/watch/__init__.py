@@ -38,7 +38,7 @@ from apex._engine.watch.mistakes import (
 from apex._engine.watch.writes import Writes, log_lost
 from apex._torch import ranks
 from apex._torch.autograd import backward_id
-from apex._torch.dynamo import untraced
+from apex._torch.dynamo import is_jit_tracing, untraced
 
 
 class Watch(Observer):
@@ -225,9 +225,8 @@ class Watch(Observer):
         """Watches what a forward pass of a 16-bit model loses."""
         if not state.plan.casts_down:
             return
-        is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         writes = self._writes_of(state)
-        if writes.left > 0 and not is_tracing:
+        if writes.left > 0 and not is_jit_tracing():
             until.enter_context(writes.watch(model, state, forward, given, cast))
 
     def loading(self, state: ModelState) -> None:
