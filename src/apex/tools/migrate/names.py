@@ -16,10 +16,10 @@ from apex.tools.migrate.definitions import (
 )
 from apex.tools.migrate.notes import (
     GONE,
-    LOAD,
     LOCAL_RANK,
     OPTIMIZER,
     OPTIMIZERS,
+    REQUIRED,
     STEP,
     VIEW,
     WRAPPED,
@@ -156,8 +156,10 @@ class _Visitor(ast.NodeVisitor):
         if LOCAL_RANK in options and "--local-rank" not in options:
             yield LOCAL_RANK
         function = self._full_name(node.func)
-        if function == LOAD and "weights_only" not in keywords:
-            yield LOAD
+        required = REQUIRED.get(function)
+        by_position = function == "yaml.load" and len(node.args) > 1
+        if required and not by_position and not keywords & {required, None}:
+            yield f"{function}()"
         for keyword in node.keywords:
             argument = f"{function}({keyword.arg})"
             match keyword:

@@ -35,7 +35,9 @@ GONE = dict(_rows("fails")) | {name: f"Use {use}." for name, use in INSTEAD.item
 IDLE = {name: words.split() for name, words in _DATA["idle"].items()}
 """Arguments without effect, by the name of the function."""
 
-LOAD = "torch.load"
+REQUIRED = dict(_DATA["required"])
+"""The argument that a call of another library's function should give."""
+
 LOCAL_RANK = "--local_rank"
 STEP = "FusedAdam.step(grads)"
 VIEW = "x[:k].view(-1)"
