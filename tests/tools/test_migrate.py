@@ -406,6 +406,14 @@ def test_the_report_has_a_row_for_each_name_with_its_lines_and_remedy(folder):
     ]
 
 
+def test_a_remedy_is_told_once_in_a_report(tmp_path):
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("import distutils\n")
+    report = str(migration_of(tmp_path))
+    assert report.count("  not supported  distutils  (line 1)") == 2
+    assert report.count("Removed in Python 3.12") == 1
+
+
 EXIT_CODES = [
     (["train.py"], FAILED, "unsupported: 1."),
     (["deep"], OK, "Files: 1. Uses that work unchanged: 1"),

@@ -57,10 +57,14 @@ class Migration:
         return {verdict: counts[verdict] for verdict in ("works", "note", "not supported")}
 
     def __str__(self) -> str:
-        """Returns a paragraph per file, also of unread ones, and the counts."""
+        """Returns a paragraph per file, also of unread ones, and the counts.
+
+        A remedy is below the first use that it is for.
+        """
         parts = []
+        told: set[str] = set()
         for file, uses in itertools.groupby(self.uses, attrgetter("file")):
-            parts.append("\n".join([file, *_rows(uses)]))
+            parts.append("\n".join([file, *_rows(uses, told)]))
         parts += ["{file} {reason}".format_map(unread) for unread in self.not_read]
         works, note, fails = self.counts.values()
         parts.append(
@@ -70,8 +74,8 @@ class Migration:
         return "\n\n".join(parts)
 
 
-def _rows(uses: Iterable[Use]) -> Iterator[str]:
-    """Yields a row for each name with the lines of its uses, and its remedy below."""
+def _rows(uses: Iterable[Use], told: set[str]) -> Iterator[str]:
+    """Yields a row for each name with the lines of its uses, and a remedy that is not ``told``."""
     lines_by_row = defaultdict(list)
     for use in uses:
         row = replace(use, line=0)
@@ -80,7 +84,8 @@ def _rows(uses: Iterable[Use]) -> Iterator[str]:
     for row, lines in lines_by_row.items():
         numbers = ", ".join(dict.fromkeys(lines))
         yield f"  {row.verdict:<13}  {row.name}  (line {numbers})"
-        if row.remedy:
+        if row.remedy and row.remedy not in told:
+            told.add(row.remedy)
             yield textwrap.fill(row.remedy, 100, initial_indent=indent, subsequent_indent=indent)
 
 
