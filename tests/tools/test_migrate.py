@@ -314,7 +314,7 @@ def test_what_is_said_to_be_gone_from_torch_and_numpy_is_gone():
         library, _, rest = name.partition(".")
         if library in ("torch", "numpy") and "(" not in rest:
             # NumPy warns of some names first, and torch keeps functions that only raise.
-            with pytest.raises((AttributeError, FutureWarning, RuntimeError)):
+            with pytest.raises((AttributeError, DeprecationWarning, FutureWarning, RuntimeError)):
                 operator.attrgetter(rest)(importlib.import_module(library))(matrix, matrix)
 
 
