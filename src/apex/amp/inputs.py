@@ -88,7 +88,7 @@ def rules(name: str, given: object) -> tuple[Any, ...]:
         return ()
     if isinstance(given, Iterable) and not isinstance(given, str | type):
         return tuple(given)
-    shown = given.__name__ if isinstance(given, type) else repr(given)
+    shown = getattr(given, "__name__", repr(given))
     raise TypeError(f"{name} is {shown}; it accepts a sequence. Pass {name}=[{shown}].")
 
 
@@ -195,7 +195,7 @@ def _steps_in_hooks(optimizer: Optimizer) -> bool:
     for param in params_of(optimizer):
         for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks):
             for hook in (hooks or {}).values():
-                if getattr(hook, "__module__", None) == type(optimizer).__module__:
+                if hook.__module__ == type(optimizer).__module__:
                     held = inspect.getclosurevars(inspect.unwrap(hook)).nonlocals.values()
                     if any(value is optimizer for value in held):
                         return True
