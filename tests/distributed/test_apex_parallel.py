@@ -249,6 +249,20 @@ def test_a_subclass_with_buckets_of_its_own_is_refused(on_two_ranks):
     on_two_ranks(subclassed)
 
 
+def forward_in_no_sync(rank, delay):
+    wrapped = DistributedDataParallel(net(), delay_allreduce=delay)
+    loss = loss_of(wrapped, rows_of(rank))
+    with wrapped.no_sync():
+        wrapped(rows_of(rank))
+    loss.backward()
+    return grads(wrapped)
+
+
+def test_a_forward_in_no_sync_takes_no_reduction_from_an_earlier_one(on_two_ranks, delay):
+    for result in on_two_ranks(forward_in_no_sync, delay):
+        assert_close(result, joined_grads())
+
+
 def running_mean(rank, delay, broadcasts):
     norm = DistributedDataParallel(nn.BatchNorm1d(2), delay_allreduce=delay)
     norm.broadcast_buffers |= broadcasts
