@@ -1,6 +1,7 @@
 """apex.parallel on two ranks: training is that of one process on the joined batch."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -261,6 +262,25 @@ def forward_in_no_sync(rank, delay):
 def test_a_forward_in_no_sync_takes_no_reduction_from_an_earlier_one(on_two_ranks, delay):
     for result in on_two_ranks(forward_in_no_sync, delay):
         assert_close(result, joined_grads())
+
+
+def passes_of_others(rank, delay):
+    wrapped = DistributedDataParallel(net(), delay_allreduce=delay, gradient_average=False)
+    loss_of(wrapped, rows_of(rank)).backward()
+    x = rows_of(rank).requires_grad_()
+    torch.autograd.grad(wrapped(x).sum(), x)
+    result, model = grads(wrapped), wrapped.module
+    del wrapped
+    gc.collect()
+    loss_of(model, x).backward()
+    return result
+
+
+def test_autograd_grad_reduces_nothing_and_a_wrapper_that_is_gone_leaves_no_hooks(
+    on_two_ranks, delay
+):
+    for result in on_two_ranks(passes_of_others, delay):
+        assert_close(result, joined_grads(2.0))
 
 
 def running_mean(rank, delay, broadcasts):
