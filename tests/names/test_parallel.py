@@ -70,10 +70,13 @@ def test_larc_steps_the_masters_by_the_trust_ratio_and_skips_or_takes_closures(l
         make = functools.partial(lambda own, params: parallel.LARC(sgd(params), **own), options)
         scale = {"loss_scale": "dynamic" if level in ("O1", "O2") else 8.0, "max_loss_scale": 8.0}
         model, optimizer = loops.prepared(level, make, **scale)
+        *_, last = amp.master_params(optimizer)
+        nn.init.zeros_(last)
         twin, momentum = list(map(nn.Parameter, loops.masters(optimizer))), {}
         for data in loops.batches(3):
             optimizer.zero_grad()
             loops.backward(model, optimizer, *data)
+            next(amp.master_params(optimizer)).grad[:] *= bool(momentum)
             for param, stepped in zip(twin, amp.master_params(optimizer), strict=True):
                 param.grad = stepped.grad.clone()
             optimizer.step()
