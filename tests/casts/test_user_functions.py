@@ -43,11 +43,15 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("wrap", "given", "wanted", "casts_inside"), KINDS)
-def test_each_kind_casts_its_arguments_where_casts_are_on(wrap, given, wanted, casts_inside):
+def test_each_kind_casts_its_arguments_where_casts_are_on(
+    wrap, given, wanted, casts_inside, module
+):
     args = [ones(dtype) for dtype in given]
     assert wrap(dtypes)(*args) == (wanted, casts_inside)
     with amp.disable_casts():
         assert wrap(dtypes)(*args) == ([*given], False)
+    getattr(amp, f"register_{wrap.__name__}")(module, "fn")
+    assert module.fn(*args) == (wanted, casts_inside)
 
 
 def test_a_wrapper_casts_nested_and_keyword_tensors_only():

@@ -1,6 +1,7 @@
 """apex.parallel on two ranks: training is that of one process on the joined batch."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -249,9 +250,49 @@ def test_a_subclass_with_buckets_of_its_own_is_refused(on_two_ranks):
     on_two_ranks(subclassed)
 
 
-def buffers_and_copies(rank, delay):
+def forward_in_no_sync(rank, delay):
+    wrapped = DistributedDataParallel(net(), delay_allreduce=delay)
+    loss = loss_of(wrapped, rows_of(rank))
+    with wrapped.no_sync():
+        wrapped(rows_of(rank))
+    loss.backward()
+    return grads(wrapped)
+
+
+def test_a_forward_in_no_sync_takes_no_reduction_from_an_earlier_one(on_two_ranks, delay):
+    for result in on_two_ranks(forward_in_no_sync, delay):
+        assert_close(result, joined_grads())
+
+
+def passes_of_others(rank, delay):
+    wrapped = DistributedDataParallel(net(), delay_allreduce=delay, gradient_average=False)
+    loss_of(wrapped, rows_of(rank)).backward()
+    x = rows_of(rank).requires_grad_()
+    torch.autograd.grad(wrapped(x).sum(), x)
+    result, model = grads(wrapped), wrapped.module
+    del wrapped
+    gc.collect()
+    loss_of(model, x).backward()
+    return result
+
+
+def test_autograd_grad_reduces_nothing_and_a_wrapper_that_is_gone_leaves_no_hooks(
+    on_two_ranks, delay
+):
+    for result in on_two_ranks(passes_of_others, delay):
+        assert_close(result, joined_grads(2.0))
+
+
+def running_mean(rank, delay, broadcasts):
     norm = DistributedDataParallel(nn.BatchNorm1d(2), delay_allreduce=delay)
-    norm(torch.full((2, 2), float(rank)) + torch.eye(2))
+    norm.broadcast_buffers |= broadcasts
+    for _ in range(2):
+        norm(torch.full((2, 2), float(rank)) + torch.eye(2))
+    return norm.module.running_mean
+
+
+def buffers_and_copies(rank, delay):
+    means = running_mean(rank, delay, False), running_mean(rank, delay, True)
     wrapped = DistributedDataParallel(net(), delay_allreduce=delay, gradient_average=False)
     found = []
     for copied in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
@@ -259,12 +300,13 @@ def buffers_and_copies(rank, delay):
         found.append(grads(copied))
     compiled = torch.compile(wrapped, backend="eager")
     loss_of(compiled, rows_of(rank)).backward()
-    return norm.module.running_mean, [*found, grads(wrapped)]
+    return means, [*found, grads(wrapped)]
 
 
 def test_buffers_are_each_ranks_own_and_copies_and_compiled_wrappers_reduce(on_two_ranks, delay):
-    for rank, (mean, found) in enumerate(on_two_ranks(buffers_and_copies, delay)):
-        assert_close([mean], [torch.full((2,), 0.1 * (rank + 0.5))])
+    for rank, (means, found) in enumerate(on_two_ranks(buffers_and_copies, delay)):
+        last = 0.1 * (rank + 0.5)  # the other mean begins each pass as that of the first rank
+        assert_close(means, torch.tensor([[0.9 * last + last] * 2, [0.9 * 0.05 + last] * 2]))
         for result in found:
             assert_close(result, joined_grads(2.0))
 

@@ -164,6 +164,13 @@ class SecondOrder(torch.optim.SGD):
         return super().step(closure)
 
 
+def test_a_script_may_have_its_optimizer_and_hooks_of_others_in_one_file(level):
+    model, optimizer = loops.plain_pair(SecondOrder)
+    for param in model.parameters():
+        param.register_hook(lambda grad: grad.mul(1.0))
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 @pytest.mark.parametrize("level", loops.MIXED)
 def test_an_optimizer_of_second_order_works_without_masters(level):

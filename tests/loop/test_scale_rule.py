@@ -19,7 +19,7 @@ def fp32(value):
 
 @pytest.mark.parametrize("scale", [2.0**127, FLOAT32_MAX])
 def test_a_scale_that_would_grow_to_inf_stays(scale):
-    rule = ScaleRule(growth_interval=1)
+    rule = ScaleRule(growth_interval=1, max_scale=None)
     assert next_scale(ScaleState(scale, 0), rule, overflow=False).scale == scale
 
 

@@ -110,7 +110,8 @@ def derived_object(base):
     lambda m: (
         (m.__class__ is Named, m.__class__.__name__, m.__class__.__mro__ == Named.__mro__),
         ({Named: 1}[type(m)], {type(m): 2}[Named], type(m) in ("", Named), {type(m)} == {Named}),
-        (isinstance(m, Named), issubclass(type(m), Named), issubclass(m.__class__, nn.Linear)),
+        (isinstance(m, Named), issubclass(type(m), Named), issubclass(Named, type(m))),
+        issubclass(m.__class__, nn.Linear),
         (m._get_name(), repr(m), inspect.signature(type(m)), derived_object(type(m))),
     )
 )

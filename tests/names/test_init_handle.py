@@ -36,6 +36,7 @@ def test_functions_cast_as_at_o1_until_the_handle_is_deactivated():
     handle = amp.init(enable_caching=False, verbose=True)
     assert (handle.has_cache, handle.verbose, handle.cache) == (False, True, {})
     assert amp._amp_state.handle is handle
+    assert amp._amp_state.loss_scalers[0]._max_loss_scale == 2.0**24
     assert casts()
     assert torch.exp(torch.ones(2).half()).dtype is torch.float32
     assert handle.is_active() is handle._is_active is True

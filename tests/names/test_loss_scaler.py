@@ -1,5 +1,7 @@
 """apex's ``LossScaler``: the views in ``_amp_state.loss_scalers``, and one made by a script."""
 
+import copy
+
 import pytest
 import torch
 
@@ -210,6 +212,8 @@ def test_a_scaler_can_be_made_with_apexs_arguments():
     for _ in range(3):
         made.update_scale()
     assert made.loss_scale() == 2.0**12
+    made = copy.deepcopy(LossScaler(8.0, max_loss_scale=2.0**12))
+    assert (made.loss_scale(), made.dynamic, made._max_loss_scale) == (8.0, False, 2.0**12)
     assert LossScaler.has_fused_kernel
     assert not LossScaler.warned_no_fused_kernel
     assert not LossScaler.warned_unscaling_non_fp32_grad

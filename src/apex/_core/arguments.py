@@ -48,7 +48,7 @@ def flag(name: str, value: object) -> bool:
         TypeError: If it is none of these.
     """
     # NumPy's bools are no integers of Python.
-    if value is None or isinstance(value, numbers.Integral) or value in (False, True):
+    if isinstance(value, numbers.Integral) or value in (None, False, True):
         return bool(value)
     if value in ("True", "False"):
         return value == "True"

@@ -112,20 +112,10 @@ class OpTable:
 
         In-place operators cannot change the dtype of the tensor that they write: in fp32 rows, they
         refuse 16-bit tensors.
-
-        Raises:
-            ValueError: If the name has no operators.
         """
-        ops = operators(namespace, name)
-        if not ops:
-            raise ValueError(
-                f"amp.lists cannot make {namespace}.{name} {category}: it has no operator of its "
-                f"own. Register it: amp.register_float_function({namespace}, {name!r}), "
-                "amp.register_half_function or amp.register_promote_function."
-            )
         into_self: Category = "fp32_inplace" if category == "fp32" else "destination"
         rows = dict(self.rows)
-        for op in ops:
+        for op in operators(namespace, name):
             operator, _, _ = op.partition(".")
             rows[op] = into_self if operator.endswith("_") else category
         return OpTable(rows)

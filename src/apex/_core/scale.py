@@ -58,7 +58,7 @@ class ScaleRule:
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     min_scale: float | None = None
-    max_scale: float | None = None
+    max_scale: float | None = 2.0**24
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

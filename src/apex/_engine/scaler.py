@@ -201,7 +201,7 @@ class Scaler:
         return self._scale
 
     def unscale_(
-        self, values: list[Tensor], scale: Tensor | float, overflow: Tensor | None = None
+        self, values: Sequence[Tensor], scale: Tensor | float, overflow: Tensor | None = None
     ) -> None:
         """Divides gradients by a scale, in place; a dynamic scale also checks them.
 
@@ -301,7 +301,7 @@ class DynamicScaler(Scaler):
         return self.loss_scale.clone()
 
     def unscale_(
-        self, values: list[Tensor], scale: Tensor | float, overflow: Tensor | None = None
+        self, values: Sequence[Tensor], scale: Tensor | float, overflow: Tensor | None = None
     ) -> None:
         """Divides gradients in place, and raises the flag on inf or NaN."""
         if values:

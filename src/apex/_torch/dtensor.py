@@ -57,9 +57,9 @@ def laid_out_as(like: Tensor, tensor: Tensor) -> Tensor:
     """
     if not (is_dtensor(like) and is_dtensor(tensor)):
         return tensor
-    if tensor.device_mesh == like.device_mesh and tensor.placements == like.placements:
+    if tensor.placements == like.placements:
         return tensor
-    return tensor.redistribute(like.device_mesh, like.placements)
+    return tensor.redistribute(placements=like.placements)
 
 
 def share_flag_(flag: Tensor, params: Collection[Tensor]) -> None:

@@ -51,9 +51,7 @@ class AmpState:
         hard_override: Whether invalid overrides cause a warning instead of an error.
         allow_incoming_model_not_fp32: Whether O0, O1 and O4 leave 16-bit parameters unchanged, and
             O1 and O4 accept float64 models.
-        opt_properties: Options of the latest ``initialize`` or ``init``; absent before the first.
-        min_loss_scale: Argument of the latest ``initialize``; each scaler has its own.
-        max_loss_scale: Argument of the latest ``initialize``; each scaler has its own.
+        opt_properties: Options of the latest ``initialize``; absent before the first.
         functions: Functions that the user registered for casting.
         init_handle: The handle of the latest ``amp.init``, if any.
     """
@@ -67,8 +65,6 @@ class AmpState:
         self.verbosity = 1
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
-        self.min_loss_scale: float | None = None
-        self.max_loss_scale = 2.0**24
         self.functions = UserRegistry()
         self.init_handle: Any = None
         # A script's own scalers, set while there is no session; it alone uses them.
@@ -101,12 +97,12 @@ class AmpState:
 
     @property
     def initialized(self) -> bool:
-        """Whether ``amp.initialize`` or ``amp.init`` has been called."""
+        """Whether ``amp.initialize`` has been called."""
         return "opt_properties" in self.__dict__
 
     @property
     def enabled(self) -> bool:
-        """Whether the latest ``initialize`` or ``init`` enabled amp; True before the first."""
+        """Whether the latest ``initialize`` enabled amp; True before the first."""
         return not self.initialized or bool(self.opt_properties.enabled)
 
     def hold_handle(self, handle: Any) -> None:

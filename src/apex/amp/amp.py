@@ -13,7 +13,7 @@ from apex.amp._amp_state import _amp_state
 from apex.amp.frontend import *  # noqa: F403 - scripts import apex.amp.amp as amp
 from apex.amp.handle import AmpHandle, NoOpHandle
 from apex.amp.inputs import takes_dtype_at
-from apex.amp.properties import Properties, as_low_precision
+from apex.amp.properties import as_low_precision
 from apex.amp.sessions import start_init_session, warn_if_emulated
 
 P = ParamSpec("P")
@@ -123,6 +123,4 @@ def init(
             if session.policy.param_dtype is torch.float16:
                 session.cast_by(started)
     _amp_state.hold_handle(handle)
-    if all(session.made_by == "init" for session in _amp_state.sessions()):
-        _amp_state.opt_properties = Properties({"enabled": enabled})
     return handle

@@ -175,9 +175,9 @@ def initialize(
     """
     if not isinstance(verbosity, int):
         raise TypeError(f"verbosity is {verbosity!r}; it must be an integer: 0 or 1.")
+    _amp_state.verbosity = verbosity
     if not _is_enabled(enabled, opt_level):
-        _amp_state.verbosity = verbosity
-        _amp_state.opt_properties = Properties({"enabled": False})
+        _amp_state.opt_properties = Properties()
         return models if optimizers is None else (models, optimizers)
     if not torch.backends.cudnn.enabled:
         raise RuntimeError(
@@ -209,7 +209,7 @@ def initialize(
     inputs.check_optimizers(optimizer_list, model_list, policy)
     if policy.master_weights and optimizer_list:
         inputs.check_masters(model_list, optimizer_list)
-    warn_if_emulated(policy, model_list)
+    warn_if_emulated(policy)
     made = new_session(
         policy,
         ScaleRule(growth_factor, backoff_factor, growth_interval, min_loss_scale, max_loss_scale),
@@ -219,14 +219,11 @@ def initialize(
         made_by="initialize",
         options=properties,
     )
-    _amp_state.verbosity = verbosity
     report.start_up(defaults, properties)
     with Undo() as undo:
         prepare(made, model_list, optimizer_list, plan, undo)
         undo.pop_all()
     _amp_state.opt_properties = properties
-    _amp_state.min_loss_scale = min_loss_scale
-    _amp_state.max_loss_scale = max_loss_scale
     return models if optimizers is None else (models, optimizers)
 
 

@@ -77,7 +77,6 @@ def scale_loss(
         ...     scaled_loss.backward()
         >>> optimizer.step()
     """
-    del model
     # Duplicates would unscale twice. `session_of` rejects unprepared optimizers.
     prepared: Any = map(prepared_state, unwrapped(optimizers))
     prepared_optimizers = list(dict.fromkeys(prepared))
@@ -145,7 +144,6 @@ class AmpHandle:
 
     def remove_cache(self, param: Tensor) -> None:
         """Ends the sharing of casts, for all weights."""
-        del param
         self._clear_cache()
 
     _clear_cache = staticmethod(shared.drop)
@@ -171,17 +169,14 @@ class AmpHandle:
         if self._session is None:
             return nullcontext(loss)
         arguments.loss(caller, loss)
-        prepared: Any = self._bind(optimizer)
-        scaler = scaler or _scaler(self._session, 0)
-        return BackwardPass(self._session, loss, [prepared], scaler)
-
-    def _bind(self, optimizer: Any) -> PreparedOptimizer | None:
         inner = unwrap(optimizer)
-        if self._session is not None and prepared_state(inner) is None:
+        if prepared_state(inner) is None:
             with Undo() as undo:
                 prepare_optimizer(self._session, inner, undo)
                 undo.pop_all()
-        return prepared_state(inner)
+        prepared: Any = prepared_state(inner)
+        scaler = scaler or _scaler(self._session, 0)
+        return BackwardPass(self._session, loss, [prepared], scaler)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """Wraps an optimizer to add ``scale_loss``, with one scale per loss."""
@@ -217,11 +212,9 @@ class OptimWrapper:
         self._optimizer = optimizer
         self._handle = amp_handle
         self._loss_index = 0  # number of blocks since the last step
-        amp_handle._bind(optimizer)
         session = amp_handle._session
         scale = 1.0 if session is None else session.policy.loss_scale
-        rule = ScaleRule(max_scale=2.0**24)
-        self._loss_scaler = [scaler_for(scale, rule) for _ in range(num_loss)]
+        self._loss_scaler = [scaler_for(scale, ScaleRule()) for _ in range(num_loss)]
 
     @untraced
     def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
@@ -258,9 +251,9 @@ class OptimWrapper:
 
 
 def _handle(state: AmpState) -> AmpHandle:
-    """Returns the handle of ``amp.init``, or else of the current session's op casts, if any."""
+    """Returns the handle of ``amp.init``, or else one of the current session, if any."""
     session = state.current()
-    if state.init_handle is None and session is not None and session.policy.compute_dtype:
+    if state.init_handle is None and session is not None:
         return AmpHandle(session=session)
     return state.init_handle or NoOpHandle()
 
@@ -294,7 +287,7 @@ def session_of(
     level = "O1"
     why = "was called before amp.initialize. First call"
     if _amp_state.initialized:
-        level = _amp_state.opt_properties.options.get("opt_level", level)
+        level = _amp_state.opt_properties.opt_level or level
         why = (
             "takes optimizers that amp has prepared; copies of these are plain. Pass yours to "
             "amp.initialize and use the result:"
@@ -314,5 +307,5 @@ def _scaler(session: Session, loss_id: int) -> Scaler:
         )
     scaler = session.scalers[loss_id]
     # Scripts may have exchanged scalers.
-    scaler.use_for(loss_id % count, own_update(scaler) if scaler.dynamic else None)
+    scaler.use_for(loss_id % count, own_update(scaler))
     return scaler

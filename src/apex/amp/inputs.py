@@ -88,7 +88,7 @@ def rules(name: str, given: object) -> tuple[Any, ...]:
         return ()
     if isinstance(given, Iterable) and not isinstance(given, str | type):
         return tuple(given)
-    shown = given.__name__ if isinstance(given, type) else repr(given)
+    shown = getattr(given, "__name__", repr(given))
     raise TypeError(f"{name} is {shown}; it accepts a sequence. Pass {name}=[{shown}].")
 
 
@@ -195,7 +195,7 @@ def _steps_in_hooks(optimizer: Optimizer) -> bool:
     for param in params_of(optimizer):
         for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks):
             for hook in (hooks or {}).values():
-                if getattr(hook, "__module__", None) == type(optimizer).__module__:
+                if hook.__module__ == type(optimizer).__module__:
                     held = inspect.getclosurevars(inspect.unwrap(hook)).nonlocals.values()
                     if any(value is optimizer for value in held):
                         return True
@@ -225,7 +225,7 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
     A plain model is accepted after ``model.float()``, with the optimizer that has its masters.
     """
     _check_distinct(models)
-    stepped: list[set[int]] = []
+    mastered: set[int] = set()
     for optimizer in optimizers:
         prepared = prepared_state(optimizer)
         if prepared is None:
@@ -233,26 +233,22 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
                 f"amp.restore got an optimizer ({type(optimizer).__name__}) that amp has not "
                 "prepared. Pass the optimizer that amp.initialize returned, or none if it is gone."
             )
-        stepped.append({id(pair.model) for pair in prepared.pairs})
-    mastered = set().union(*stepped)
+        mastered.update(id(pair.model) for pair in prepared.pairs)
     for model in models:
         if not is_converted(model) and mastered.isdisjoint(_params([model])):
             raise ValueError(
                 f"amp.restore got a model ({type(model).__name__}) that amp has not prepared. "
                 "Pass the model that amp.initialize returned, without a wrapper."
             )
-    passed = _params(models)
-    elsewhere: set[int] = set()
+    # Parameters that no prepared model holds any more (a replaced head) do not count.
+    held: set[int] = set()
     for session in _amp_state.sessions():
-        elsewhere |= _params(session.models)
-    elsewhere -= passed
-    for params in stepped:
-        # Parameters that no prepared model holds any more (a replaced head) do not count.
-        if params and (params.isdisjoint(passed) or params & elsewhere):
-            raise ValueError(
-                "amp.restore got an optimizer with masters of a model that was not passed. Restore "
-                "model and optimizer together: amp.restore(model, optimizer)."
-            )
+        held |= _params(session.models)
+    if mastered & held - _params(models):
+        raise ValueError(
+            "amp.restore got an optimizer with masters of a model that was not passed. Restore "
+            "model and optimizer together: amp.restore(model, optimizer)."
+        )
 
 
 def _params(models: Iterable[nn.Module]) -> set[int]:

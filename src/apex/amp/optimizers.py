@@ -83,7 +83,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     Raises:
         TypeError: If ``optimizer`` is not an optimizer.
     """
-    if isinstance(optimizer, nn.Module) or getattr(optimizer, "param_groups", None) is None:
+    if getattr(optimizer, "param_groups", None) is None:
         model = "the model " if isinstance(optimizer, nn.Module) else ""
         raise TypeError(
             f"amp.master_params got {model}{type(optimizer).__name__}; it takes an optimizer."

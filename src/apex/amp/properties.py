@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class Properties:
 
     options: dict[str, Any]
 
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, options: dict[str, Any] | None = None) -> None:
         unset = {
             "enabled": False,
             "opt_level": None,
@@ -37,7 +37,7 @@ class Properties:
             "loss_scale": 1.0,
             "cast_model_outputs": None,
         }
-        self.__dict__["options"] = unset if options is None else dict(options)
+        self.__dict__["options"] = unset if options is None else options
 
     def __getattr__(self, name: str) -> Any:
         # copy and pickle look up attributes before ``options`` exists.
@@ -171,12 +171,16 @@ def level_defaults(opt_level: object) -> Properties:
     )
 
 
+_HARMLESS = {"cast_model_type": (torch.float32, False), "patch_torch_functions": (False,)}
+"""Values of these overrides that change nothing, and are accepted at every level."""
+
+
 def resolve(
     defaults: Properties, overrides: Mapping[str, Any], *, hard_override: bool
 ) -> Properties:
     """Returns the level's defaults with the caller's overrides; ``None`` keeps a default.
 
-    Under apex's hard override, an override that has no meaning causes a warning only.
+    Under apex's hard override, one that has no meaning applies as well, with a warning.
 
     Raises:
         RuntimeError: If an override has no meaning at this level.
@@ -186,11 +190,16 @@ def resolve(
     values = {
         name: _PARSERS[name](name, value) for name, value in overrides.items() if value is not None
     }
-    for name, problem in _meaningless(defaults, values).items():
-        if not hard_override:
-            raise RuntimeError(problem)
-        warnings.warn(problem, stacklevel=4)
-        del values[name]
+    level = opt_levels[defaults.opt_level]
+    for name in level.refused:
+        if name in values and values[name] not in _HARMLESS.get(name, ()):
+            problem = (
+                f"{name}={values[name]} has no meaning at {defaults.opt_level}: "
+                f"{level.description} Leave it None, or use opt_level {level.instead}."
+            )
+            if not hard_override:
+                raise RuntimeError(problem)
+            warnings.warn(problem, stacklevel=4)
     return Properties({**defaults.options, **values})
 
 
@@ -212,29 +221,9 @@ def to_policy(properties: Properties) -> Policy:
     )
 
 
-_HARMLESS = {"cast_model_type": (torch.float32, False), "patch_torch_functions": (False,)}
-"""Values of these overrides that change nothing, and are accepted at every level."""
-
-
-def _meaningless(defaults: Properties, values: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the overrides that have no meaning at the level, each with the error message."""
-    level = opt_levels[defaults.opt_level]
-    where = f"the whole model runs in {defaults.cast_model_type}"
-    if defaults.patch_torch_functions:
-        where = "operators cast and the model stays fp32"
-    problems = {}
-    for name in level.refused:
-        if name in values and values[name] not in _HARMLESS.get(name, ()):
-            problems[name] = (
-                f"{name}={values[name]} has no meaning at {defaults.opt_level}, where {where}. "
-                f"Leave it None, or use opt_level {level.instead}."
-            )
-    return problems
-
-
-def _dtype_parser(accepted: Collection[object], described: str) -> Callable[[str, object], object]:
+def _dtype_parser(accepted: Sequence[object], described: str) -> Callable[[str, object], object]:
     def parse(name: str, value: object) -> object:
-        if (value is False or isinstance(value, torch.dtype)) and value in accepted:
+        if value in accepted:
             return value
         raise TypeError(f"{name} is {value!r}; it must be {described}.")
 
@@ -251,7 +240,7 @@ def as_loss_scale(name: str, value: object) -> LossScale:
 
 _PARSERS: Mapping[str, Any] = {
     "cast_model_type": _dtype_parser(
-        {*CASTABLE, False},
+        [*CASTABLE, False],
         "torch.float16, torch.bfloat16, torch.float32 or torch.float64, or False for no conversion",
     ),
     "patch_torch_functions": flag,
@@ -259,5 +248,5 @@ _PARSERS: Mapping[str, Any] = {
     "keep_batchnorm_fp32": flag,
     "master_weights": flag,
     "loss_scale": as_loss_scale,
-    "cast_model_outputs": _dtype_parser(CASTABLE, "a floating-point torch.dtype or None"),
+    "cast_model_outputs": _dtype_parser([*CASTABLE], "a floating-point torch.dtype or None"),
 }

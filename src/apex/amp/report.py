@@ -137,7 +137,7 @@ def count(tensor: Tensor) -> tuple[int, int, int]:
 
     Counts a sparse tensor's values and this rank's part of a sharded one. Waits for the device.
     """
-    values = dtensor.summed_values(dtensor.local(tensor.detach()))
+    values = dtensor.summed_values(dtensor.local(tensor))
     counts = torch.stack([torch.isinf(values).sum(), torch.isnan(values).sum()])
     inf, nan = counts.tolist()  # sync: a diagnosis
     return inf, nan, values.numel()
@@ -148,7 +148,5 @@ def _summary(session: Session) -> str:
     names: list[str] = []
     for prepared in optimizers_of(session):
         names += map(str, nonfinite_gradients(prepared.optimizer, session.models))
-    if not names:
-        return "No gradient holds inf or NaN now: they were cleared, or another rank overflowed."
-    more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"Nonfinite gradients: {', '.join(names[:_NAMED])}{more}."
+    first = ", ".join(names[:_NAMED]) or "cleared since, or of another rank"
+    return f"Nonfinite gradients: {first}."

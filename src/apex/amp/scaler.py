@@ -170,11 +170,10 @@ class LossScaler:
             models_are_masters: Ignored; accepted for old callers.
             scale_override: Divisor to use instead of the scale.
         """
-        del unused_scale, models_are_masters
         for master, model in zip(master_grads, model_grads, strict=True):
             master.copy_(model)
         scale = self._scaler.factor() if scale_override is None else scale_override
-        self._scaler.unscale_(list(master_grads), scale)
+        self._scaler.unscale_(master_grads, scale)
 
     @torch.no_grad()
     def unscale_with_stashed(
@@ -228,7 +227,7 @@ class LossScaler:
         return overflow
 
 
-_REPLACEABLE = {name: getattr(LossScaler, name) for name in ("unscale", "update_scale")}
+_METHODS = [LossScaler.unscale, LossScaler.update_scale]
 
 
 def own_update(scaler: Scaler) -> Callable[[], object] | None:
@@ -238,19 +237,14 @@ def own_update(scaler: Scaler) -> Callable[[], object] | None:
     overflow flag between ranks that hold different parts of a model. The gradients are unscaled by
     then, so ``unscale`` gets empty lists.
     """
-    replaced = []
     view: Any = vars(scaler).get(_VIEW, LossScaler)
-    for name, original in _REPLACEABLE.items():
-        method = getattr(view, name)
-        if getattr(method, "__func__", method) is not original:
-            replaced.append(name)
-    if not replaced:
+    methods = (view.unscale, view.update_scale)
+    if [getattr(method, "__func__", method) for method in methods] == _METHODS:
         return None
     view = LossScaler.over(scaler)
 
     def update() -> object:
-        if "unscale" in replaced:
-            view.unscale((), ())
+        view.unscale((), ())
         return view.update_scale()
 
     return update

@@ -24,7 +24,10 @@ _ANY_VERSION = "apex_amp_v"
 VERSIONED = f"{_ANY_VERSION}1"
 """Key of this package's additions; see Note [Versioned key]."""
 
-_RANGES = {"loss_scale": (SMALLEST_SCALE, ScaleRule().greatest), "unskipped": (0, 2**31 - 1)}
+_RANGES = {
+    "loss_scale": (SMALLEST_SCALE, ScaleRule(max_scale=None).greatest),
+    "unskipped": (0, 2**31 - 1),
+}
 _ENTRY = re.compile(r"loss_scaler(0|[1-9][0-9]*)")
 _log = logging.getLogger("apex")
 
@@ -133,11 +136,11 @@ def _parsed(key: str, value: Any) -> State:
                 f"from {least:g} to {most:g}. The checkpoint is truncated or of another kind."
             )
     for name in values:
-        if isinstance(name, str) and name.startswith(_ANY_VERSION) and name != VERSIONED:
+        if str(name).startswith(_ANY_VERSION) and name != VERSIONED:
             raise RuntimeError(
                 f"amp.load_state_dict: {key} has {name!r}, which a later release of apex has "
                 f"written; this one knows {VERSIONED!r}. Load the checkpoint with that release."
             )
     added = values.get(VERSIONED)
     static = isinstance(added, Mapping) and added.get("dynamic") is False
-    return State(key, float(values["loss_scale"]), int(values["unskipped"]), static)
+    return State(key, values["loss_scale"], int(values["unskipped"]), static)

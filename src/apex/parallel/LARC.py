@@ -118,7 +118,7 @@ class LARC:
     def __getattr__(self, name: str) -> Any:
         """Returns the optimizer's attribute ``name``, such as ``zero_grad`` or ``_amp_stash``."""
         # Python 3.10 would copy LARC by the ``__getstate__`` of the optimizer.
-        if name == "optim" or name.startswith("__"):
+        if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.optim, name)
 

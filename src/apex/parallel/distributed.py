@@ -140,7 +140,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._delayed: DelayedReduction | None = None
         reduction = self._reduction()
         if self.delay_allreduce:
-            self.__dict__[SENDS_LATER] = False
             self._delayed = DelayedReduction(self._reduced_params(), reduction)
         elif not reduction.is_plain:
             super().register_comm_hook(reduction, _in_background)

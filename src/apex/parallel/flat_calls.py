@@ -15,9 +15,8 @@ from apex.parallel.gradient_reduction import GradientReduction, reduce_gradients
 Call = Callable[..., Any]
 
 
-def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+def split_half_float_double(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Returns non-empty lists of the fp16, bf16, fp32 and fp64 tensors."""
-    tensors = list(tensors)
     buckets = []
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         bucket = [tensor for tensor in tensors if tensor.dtype is dtype]
@@ -93,8 +92,7 @@ class Reducer:
         self.grads: list[Tensor] = []
         if isinstance(module_or_grads_list, nn.Module):
             self.module = module_or_grads_list
-            params = [param.detach() for param in self.module.parameters()]
-            flat_dist_call(params, torch.distributed.broadcast, (0,))
+            flat_dist_call(self.module.parameters(), torch.distributed.broadcast, (0,))
             return
         extract_tensors(module_or_grads_list, self.grads)
         if not self.grads:

@@ -71,23 +71,15 @@ class GradientReduction:
         """Returns the tensor to send: ``buffer`` or its copy in fp32, divided in place."""
         if self.always_fp32 and buffer.element_size() < 4:
             buffer = buffer.float()
-        if self._divisor_before != 1.0:
-            buffer.mul_(1.0 / self._divisor_before)
+        if self.predivide_factor != 1.0:
+            buffer.mul_(1.0 / self.predivide_factor)
         return buffer
-
-    @property
-    def _divisor_before(self) -> float:
-        return self._world_size if self.is_plain else self.predivide_factor
 
     @property
     def _factor_after(self) -> float:
         if not self.average:
             return 1.0
-        return self._divisor_before / self._world_size
-
-    @property
-    def _world_size(self) -> int:
-        return torch.distributed.get_world_size(self.group)
+        return self.predivide_factor / torch.distributed.get_world_size(self.group)
 
 
 def _write_back(message: Tensor, buffer: Tensor, factor: float) -> Tensor:

@@ -25,12 +25,12 @@ _MODULES: dict[str, ModuleType] = {
     "torch.Tensor": tensor_overrides,
 }
 
-_LISTS: dict[str, tuple[Category, Kind | None]] = {
+_LISTS: dict[str, tuple[Category, Kind]] = {
     "FP16_FUNCS": ("low_precision", "low_precision"),
     "FP32_FUNCS": ("fp32", "float"),
     "CASTS": ("promote", "promote"),
     "SEQUENCE_CASTS": ("promote", "promote"),
-    "BANNED_FUNCS": ("banned", None),
+    "BANNED_FUNCS": ("banned", "float"),
 }
 """The category of each list's operators, and the kind of its Python functions."""
 
@@ -50,7 +50,7 @@ def casts(dtype: torch.dtype) -> tuple[OpTable, list[tuple[Any, str, Kind]]]:
         table = table.without(namespace, name)
     for namespace, listed, name in sorted(now - _ORIGINAL):
         category, kind = _LISTS[listed]
-        if kind is None or operators(namespace, name):
+        if operators(namespace, name):
             table = table.with_(namespace, name, category)
         else:
             functions.append((_MODULES[namespace].MODULE, name, kind))
