@@ -17,6 +17,8 @@ TORCHS = {"grad", "data", "args", "found_inf"}
 REASONS = {
     "amp/sessions.py properties.loss_scale": "apex's options, which are set as attributes",
     "amp/frontend.py _amp_state.verbosity": "apex's state of the latest call, which scripts set",
+    "amp/frontend.py _amp_state.min_loss_scale": "apex's state of the latest call",
+    "amp/frontend.py _amp_state.max_loss_scale": "apex's state of the latest call",
 }
 
 

@@ -52,6 +52,8 @@ class AmpState:
         allow_incoming_model_not_fp32: Whether O0, O1 and O4 leave 16-bit parameters unchanged, and
             O1 and O4 accept float64 models.
         opt_properties: Options of the latest ``initialize``; absent before the first.
+        min_loss_scale: Argument of the latest ``initialize``; each scaler has its own.
+        max_loss_scale: Argument of the latest ``initialize``; each scaler has its own.
         functions: Functions that the user registered for casting.
         init_handle: The handle of the latest ``amp.init``, if any.
     """
@@ -65,6 +67,8 @@ class AmpState:
         self.verbosity = 1
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
+        self.min_loss_scale: float | None = None
+        self.max_loss_scale = 2.0**24
         self.functions = UserRegistry()
         self.init_handle: Any = None
         # A script's own scalers, set while there is no session; it alone uses them.

@@ -209,7 +209,7 @@ def initialize(
     inputs.check_optimizers(optimizer_list, model_list, policy)
     if policy.master_weights and optimizer_list:
         inputs.check_masters(model_list, optimizer_list)
-    warn_if_emulated(policy)
+    warn_if_emulated(policy, model_list)
     made = new_session(
         policy,
         ScaleRule(growth_factor, backoff_factor, growth_interval, min_loss_scale, max_loss_scale),
@@ -224,6 +224,8 @@ def initialize(
         prepare(made, model_list, optimizer_list, plan, undo)
         undo.pop_all()
     _amp_state.opt_properties = properties
+    _amp_state.min_loss_scale = min_loss_scale
+    _amp_state.max_loss_scale = max_loss_scale
     return models if optimizers is None else (models, optimizers)
 
 

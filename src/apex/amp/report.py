@@ -149,4 +149,4 @@ def _summary(session: Session) -> str:
     for prepared in optimizers_of(session):
         names += map(str, nonfinite_gradients(prepared.optimizer, session.models))
     first = ", ".join(names[:_NAMED]) or "cleared since, or of another rank"
-    return f"Nonfinite gradients: {first}."
+    return f"Nonfinite gradients ({len(names)}): {first}."

@@ -14,7 +14,7 @@ from apex._core.scale import ScaleRule
 from apex._engine.prepare import begin
 from apex._engine.session import Maker, Session
 from apex._engine.watch import Watch
-from apex._torch.devices import accelerator, device_types, emulation
+from apex._torch.devices import device_types, emulation
 from apex.amp import lists, report
 from apex.amp._amp_state import _amp_state
 from apex.amp.properties import Properties, as_loss_scale, level_defaults, to_policy
@@ -72,10 +72,10 @@ def start_init_session(
     return session
 
 
-def warn_if_emulated(policy: Policy) -> None:
+def warn_if_emulated(policy: Policy, models: Sequence[nn.Module] = ()) -> None:
     """Warns, at the line that called amp, if the CPU emulates the level's 16-bit dtype."""
     emulated = emulation(policy.low_precision)
-    if not emulated or accelerator() is not None:
+    if not emulated or device_types(models) != ("cpu",):
         return
     advice = "Train with opt_level 'O0' here, and use 16-bit levels to test a script for a GPU."
     if not emulation(torch.bfloat16):
