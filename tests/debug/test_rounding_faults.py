@@ -317,3 +317,38 @@ def test_a_counter_that_stands_still_is_named(count, calls):
             n = count(n)
     assert trace.worst.kind == "lost update"
     assert "half a step of bfloat16" in trace.worst.why
+
+
+def lost_by(formula):
+    """Returns the rows of a formula in a model, on values that bf16 rounds."""
+    body = Body(lambda self, x: formula(x.bfloat16()))
+    with amp.debug.trace_rounding(body) as trace:
+        body(torch.linspace(4, 5, 64))
+    return trace.lost
+
+
+def test_a_difference_in_fp32_that_brings_an_error_back_is_not_accused():
+    """Such as the flow, from coordinates to which it was added."""
+    start = torch.full((64,), 1e3)
+    rows = lost_by(lambda x: (start + (x - 4.25).tanh()) - start)
+    assert [row.dtype for row in rows] == ["bfloat16"]
+
+
+def test_what_fp32_magnifies_in_two_steps_is_no_chain_and_comes_from_16_bits():
+    row, *_ = lost_by(lambda x: (x.float() - 4) - 0.5)
+    assert (row.kind, row.dtype) == ("cancellation", "float32")
+    assert row.remedies[0].startswith("keep the value in fp32 at ")
+
+
+def test_an_operator_whose_inputs_have_no_digit_left_loses_none():
+    rows = lost_by(lambda x: ((30 * x + 12e3) - 12e3).softmax(-1))
+    assert [row.op for row in rows] == ["aten.sub"]
+
+
+def test_fp32_modules_is_no_remedy_where_the_error_enters_in_another_module():
+    model = nn.Sequential(nn.Linear(4, 64), Body(lambda self, x: (x * 300).cos()))
+    model = amp.initialize(model, opt_level="O5", verbosity=0)
+    with amp.debug.trace_rounding(model) as trace:
+        model(torch.ones(1, 4))
+    assert trace.worst.module == "1"
+    assert trace.worst.remedies[0].startswith("compute in fp32 from where the error enters")

@@ -121,7 +121,8 @@ class Skipped:
 
 # -- the trace ----------------------------------------------------------------------------------
 
-_ROUND = ("aten._to_copy", "aten.arange", "aten.full", "aten.linspace", "aten.lift_fresh")
+_CAST = "aten._to_copy"
+_ROUND = (_CAST, "aten.arange", "aten.full", "aten.linspace", "aten.lift_fresh")
 """Operators that round a value that was passed to them, as casts do."""
 
 _CASTS = re.compile(r"\.(to|half|bfloat16|type|type_as)\(|dtype")
@@ -337,13 +338,19 @@ class RoundingTrace(GradientEnds):
             "dtype": dtype,
             "accumulates": self._tracker.accumulating is not None,
             "times": growth,
+            "way": self._way,
         }
         notes = []
         entered = ""
+        module = place.module
         if kind == "cancellation" and call.origin is not None:
             origin = call.origin
             entered = origin.place.location
-            facts["casts"] = origin.op in _ROUND and _CASTS.search(origin.place.source)
+            casts = _CASTS.search(origin.place.source)
+            facts["casts"] = origin.op in _ROUND and casts
+            facts["argument"] = not casts and (origin.op, origin.place.module) == (_CAST, "")
+            if not f"{origin.place.module}.".startswith(f"{module}."):
+                module = ""  # its inputs bring the error
             if entered != place.location:
                 entry = f"{origin.op}, where the error enters ({origin.error:.2g})"
                 notes.append(("from", f"{entry}\n{origin.place.shown}"))
@@ -352,7 +359,7 @@ class RoundingTrace(GradientEnds):
         if section == "rounding":
             ways = in_fp32(place, self._way, module=place.module)
         if section == "cancellation":
-            ways = [*module_in_fp32(place.module, self._way), *ways]
+            ways = [*module_in_fp32(module, self._way), *ways]
         return RoundingRow(
             **vars(place),
             op=call.name,

@@ -62,6 +62,9 @@ LOST_CHANGE = 0.5
 LOST_RESIDUAL = 0.5
 """Error up to which the residual of a regression does not count as cancellation."""
 
+LOST_DIGIT = 0.1
+"""Error of inputs beyond which no operator is blamed for magnifying it."""
+
 SMALL = 2.0**-4
 """Largest relative change of a value that counts as small."""
 

@@ -267,10 +267,13 @@ class ShadowCall:
         sizes = [read.mean_size for read in self.inputs]
         sizes += [abs(number) for number in self.own.arguments if isinstance(number, int | float)]
         largest = max(sizes, default=0.0) or 1.0  # never 0, because sizes are divided by it
-        worst = _NEGLIGIBLE * self.unit
+        # An operator on fp32 adds no error, however small, to its inputs' errors.
+        operands = [read.tensor for read in self.inputs if read.tensor.dim()]
+        rounds = self.base == "to_copy" or all(map(dtypes.is_low_precision, operands))
+        worst = _NEGLIGIBLE * self.unit if rounds else 0.0
         for read in self.inputs:
             share = 1.0
-            if self.base in rules.SUMS_OF_OPERANDS:  # see Note [Chains]
+            if rounds and self.base in rules.SUMS_OF_OPERANDS:  # see Note [Chains]
                 share = read.mean_size / largest
             error = share * read.distance.relative
             shadow = read.shadow
@@ -385,8 +388,11 @@ class Results:
         base = self._call.base
         is_in_loss = base == "sub" and not self._place.inside
         is_residual = is_in_loss or base.startswith(rules.RESIDUALS)
-        if kind == "cancellation" and is_residual:
-            tolerance = max(tolerance, rules.LOST_RESIDUAL)
+        if kind == "cancellation":
+            if is_residual:
+                tolerance = max(tolerance, rules.LOST_RESIDUAL)
+            if self._call.inherited > rules.LOST_DIGIT:  # the inputs have none left to lose
+                tolerance = max(tolerance, error)
         return Verdict(dtype, error, tolerance, kind)
 
     def _error(self, index: int) -> tuple[float, float]:
@@ -437,7 +443,7 @@ class Results:
         if 2 * distance.relative > error:
             return "rounding"
         largest = max(read.distance.relative for read in self._call.inputs)
-        if rules.AMPLIFICATION * largest > error:
+        if dtypes.is_low_precision(low) and rules.AMPLIFICATION * largest > error:
             return "chain"
         return "cancellation"
 

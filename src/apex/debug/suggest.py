@@ -180,8 +180,8 @@ def _faulty(model: nn.Module, trials: _Trials) -> tuple[list[str], list[str]]:
             unrepaired.add(first.module)
             notes.append(
                 f"{first.op} {first.where} loses digits ({first.direction}, "
-                f"{first.location}), and no module in fp32 repairs it: compute it in fp32, on "
-                ".float() inputs."
+                f"{first.location}), and no module in fp32 repairs it: compute in fp32 from where "
+                "the error enters, which amp.debug.trace_rounding shows."
             )
             continue
         # Modules of one class have the same fault; one after another would take a trace for each.
