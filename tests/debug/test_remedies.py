@@ -157,7 +157,13 @@ def cures(first_of, section, scripts, look="nan"):
 
 
 FORMULAS = [section for section, row in data().items() if "fails" in row]
-DIGITS = ("cancellation", "an integer that was rounded", "an early rounding", "chain")
+DIGITS = (
+    "cancellation",
+    "an integer that was rounded",
+    "an early rounding",
+    "chain",
+    "a chain of gradients of one value",
+)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -337,6 +337,7 @@ class RoundingTrace(GradientEnds):
         facts: dict[str, Any] = {
             "dtype": dtype,
             "accumulates": self._tracker.accumulating is not None,
+            "formula": self._tracker.runs_formula,
             "times": growth,
             "way": self._way,
         }
