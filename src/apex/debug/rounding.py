@@ -333,12 +333,13 @@ class RoundingTrace(GradientEnds):
         """Returns the row of a result: the error, its cause, and remedies."""
         dtype, error, tolerance, kind = verdict
         inherited = call.inherited
-        growth = f"{error / inherited:.0f} times" if inherited else "from none"
+        before = [inherited, *(read.distance.relative for read in call.inputs)]
+        growth = error / next(filter(None, before), math.inf)
         facts: dict[str, Any] = {
             "dtype": dtype,
             "accumulates": self._tracker.accumulating is not None,
             "formula": self._tracker.runs_formula,
-            "times": growth,
+            "times": f"{growth:.0f} times",
             "way": self._way,
         }
         notes = []
@@ -349,8 +350,10 @@ class RoundingTrace(GradientEnds):
             entered = origin.place.location
             casts = _CASTS.search(origin.place.source)
             facts["casts"] = origin.op in _ROUND and casts
-            facts["argument"] = not casts and (origin.op, origin.place.module) == (_CAST, "")
-            if not f"{origin.place.module}.".startswith(f"{module}."):
+            is_argument = not casts and (origin.op, origin.place.module) == (_CAST, "")
+            facts["argument"] = is_argument and inherited < 1.5 * origin.error
+            is_inside = f"{origin.place.module}.".startswith(f"{module}.")
+            if not is_inside and call.base not in rules.DIFFERENCES:
                 module = ""  # its inputs bring the error
             if entered != place.location:
                 entry = f"{origin.op}, where the error enters ({origin.error:.2g})"
