@@ -340,15 +340,12 @@ def test_what_fp32_magnifies_in_two_steps_is_no_chain_and_comes_from_16_bits():
     assert row.remedies[0].startswith("keep the value in fp32 at ")
 
 
-def test_an_operator_whose_inputs_have_no_digit_left_loses_none():
-    rows = lost_by(lambda x: (((x + 400) - 400).relu() * 30).softmax(-1))
-    assert [row.op for row in rows] == ["aten.sub"]
+HARMLESS = {
+    "logits of usual size": lambda x: (x.float() * 3).softmax(-1),
+    "a small head": lambda x: F.linear(x.view(64, 1), x.new_ones(1, 1), x.new_full((1,), -4.5)),
+}
 
 
-def test_fp32_modules_is_no_remedy_where_the_error_enters_in_another_module():
-    model = nn.Sequential(nn.Linear(4, 64), Body(lambda self, x: (x * 300).cos()))
-    model = amp.initialize(model, opt_level="O5", verbosity=0)
-    with amp.debug.trace_rounding(model) as trace:
-        model(torch.ones(1, 4))
-    assert trace.worst.module == "1"
-    assert trace.worst.remedies[0].startswith("compute in fp32 from where the error enters")
+@pytest.mark.parametrize("formula", HARMLESS.values(), ids=HARMLESS)
+def test_what_is_steep_or_small_by_design_or_chance_is_not_accused(formula):
+    assert lost_by(formula) == ()

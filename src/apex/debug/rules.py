@@ -56,14 +56,14 @@ from apex.debug.tracing import Call, operators
 AMPLIFICATION = 4.0
 """Factor by which a well-conditioned operator may multiply errors."""
 
+LARGEST_LOGIT = 16.0
+"""Size up to which the arguments of exponentials are usual."""
+
 LOST_CHANGE = 0.5
 """Error of an update, relative to the update, from which the update counts as lost."""
 
 LOST_RESIDUAL = 0.5
 """Error up to which the residual of a regression does not count as cancellation."""
-
-LOST_DIGIT = 0.1
-"""Error of inputs beyond which no operator is blamed for magnifying it."""
 
 SMALL = 2.0**-4
 """Largest relative change of a value that counts as small."""
@@ -129,6 +129,12 @@ RESIDUALS = ("mse_loss", "smooth_l1_loss", "huber_loss", "nll_loss")
 """Name prefixes of losses that subtract targets from outputs."""
 
 SOFTMAXES = operators("softmax log_softmax safe_softmax")
+
+EXPONENTIALS = SOFTMAXES | operators("exp sigmoid")
+"""Operators whose relative error is the absolute error of their argument."""
+
+PRODUCTS = operators("mm bmm addmm baddbmm linear")
+"""Products of matrices."""
 
 
 # -- errors ----------------------------------------------------------------------------------------

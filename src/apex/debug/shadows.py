@@ -39,7 +39,7 @@ _NOISE = 64 * torch.finfo(torch.float32).eps
 """Differences below this share of their operands have no correct digit in fp32."""
 
 _FEW = 64
-"""Results with fewer elements may be small by chance."""
+"""Results with fewer elements may be small by chance; so may products with a few columns."""
 
 
 # -- values --------------------------------------------------------------------------------------
@@ -388,11 +388,8 @@ class Results:
         base = self._call.base
         is_in_loss = base == "sub" and not self._place.inside
         is_residual = is_in_loss or base.startswith(rules.RESIDUALS)
-        if kind == "cancellation":
-            if is_residual:
-                tolerance = max(tolerance, rules.LOST_RESIDUAL)
-            if self._call.inherited > rules.LOST_DIGIT:  # the inputs have none left to lose
-                tolerance = max(tolerance, error)
+        if kind == "cancellation" and is_residual:
+            tolerance = max(tolerance, rules.LOST_RESIDUAL)
         return Verdict(dtype, error, tolerance, kind)
 
     def _error(self, index: int) -> tuple[float, float]:
@@ -402,11 +399,16 @@ class Results:
         distance = rules.distance_of_result(call.own, low, high)
         unit = max(call.unit, rules.roundoff(low.dtype))
         tolerance = rules.AMPLIFICATION * (call.inherited + unit)
+        if call.base in rules.EXPONENTIALS:
+            tolerance += rules.LARGEST_LOGIT * call.inherited
         # The terms below need further passes over the tensors; most results do without them.
         if 2 * distance.relative < tolerance:
             return distance.relative, tolerance
         size = distance.size
-        if self._place.direction == "backward" or low.numel() < _FEW:
+        results = low.numel()
+        if call.base in rules.PRODUCTS:  # the rows may be alike
+            results = low.shape[-1] ** 2
+        if self._place.direction == "backward" or results < _FEW:
             sizes = rules.least_sizes(call.shadows)
             if index < len(sizes):
                 size = max(size, sizes[index])
