@@ -121,10 +121,6 @@ class Skipped:
 
 # -- the trace ----------------------------------------------------------------------------------
 
-_CAST = "aten._to_copy"
-_ROUND = (_CAST, "aten.arange", "aten.full", "aten.linspace", "aten.lift_fresh")
-"""Operators that round a value that was passed to them, as casts do."""
-
 _CASTS = re.compile(r"\.(to|half|bfloat16|type|type_as)\(|dtype")
 """Matches a line of code that casts explicitly, without autocast or the model's dtype."""
 
@@ -333,13 +329,10 @@ class RoundingTrace(GradientEnds):
         """Returns the row of a result: the error, its cause, and remedies."""
         dtype, error, tolerance, kind = verdict
         inherited = call.inherited
-        before = [inherited, *(read.distance.relative for read in call.inputs)]
-        growth = error / next(filter(None, before), math.inf)
         facts: dict[str, Any] = {
             "dtype": dtype,
             "accumulates": self._tracker.accumulating is not None,
             "formula": self._tracker.runs_formula,
-            "times": f"{growth:.0f} times",
             "way": self._way,
         }
         notes = []
@@ -349,9 +342,10 @@ class RoundingTrace(GradientEnds):
             origin = call.origin
             entered = origin.place.location
             casts = _CASTS.search(origin.place.source)
-            facts["casts"] = origin.op in _ROUND and casts
-            is_argument = not casts and (origin.op, origin.place.module) == (_CAST, "")
-            facts["argument"] = is_argument and inherited < 1.5 * origin.error
+            facts["casts"] = casts
+            is_argument = (origin.op, origin.place.module) == ("aten._to_copy", "")
+            is_direct = inherited < 1.5 * origin.error
+            facts["argument"] = is_argument and is_direct and not casts
             is_inside = f"{origin.place.module}.".startswith(f"{module}.")
             if not is_inside and call.base not in rules.DIFFERENCES:
                 module = ""  # its inputs bring the error

@@ -133,8 +133,8 @@ SOFTMAXES = operators("softmax log_softmax safe_softmax")
 EXPONENTIALS = SOFTMAXES | operators("exp sigmoid")
 """Operators whose relative error is the absolute error of their argument."""
 
-PRODUCTS = operators("mm bmm addmm baddbmm linear")
-"""Products of matrices."""
+PRODUCTS = operators("mm bmm addmm linear convolution")
+"""Products with data. nn.MultiheadAttention adds its mask with baddbmm."""
 
 
 # -- errors ----------------------------------------------------------------------------------------
