@@ -349,3 +349,11 @@ HARMLESS = {
 @pytest.mark.parametrize("formula", HARMLESS.values(), ids=HARMLESS)
 def test_what_is_steep_or_small_by_design_or_chance_is_not_accused(formula):
     assert lost_by(formula) == ()
+
+
+def test_a_gru_near_its_fixed_point_loses_none():
+    gru = nn.GRU(8, 8)
+    with amp.debug.trace_rounding(gru) as trace, torch.autocast("cpu", torch.bfloat16):
+        output, _ = gru(torch.ones(40, 4, 8))
+        output.float().square().mean().backward()
+    assert (trace.worst, trace.skipped) == (None, ()), str(trace)
