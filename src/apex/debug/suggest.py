@@ -58,7 +58,7 @@ def suggest_fp32(
     at a 16-bit level are off by some percent.
 
     Changes nothing: the model, its gradients, buffers and hooks, the inputs and the random number
-    generators are as before, also after an error.
+    generators are as before, also after an error. Checkpoints need ``use_reentrant=False``.
 
     Cost: one rounding trace for each class of module that loses digits and one more, a run for each
     module found, and the memory of one copy of the model.
