@@ -157,7 +157,13 @@ def cures(first_of, section, scripts, look="nan"):
 
 
 FORMULAS = [section for section, row in data().items() if "fails" in row]
-DIGITS = ("cancellation", "an integer that was rounded", "an early rounding", "chain")
+DIGITS = (
+    "cancellation",
+    "an integer that was rounded",
+    "an early rounding",
+    "chain",
+    "a chain of gradients of one value",
+)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -260,7 +266,14 @@ TINY = LOOP.replace("criterion(output)", "(output.float() * 1e-9).mean()")
 COUNT = LOOP.replace(
     "for step", "count = torch.full((), 512.0, dtype=torch.bfloat16)\nfor step"
 ).replace("x = batch()", "x = batch() * count.add_(1).item()")
+FIRST = {
+    way: script(way, formula="(x * 300).cos()")
+    .replace("nn.Linear(4, 4), ", "")
+    .replace("model[0]", "model[-1]")
+    for way in ("O2", "O5")
+}
 MEASURED = {
+    "a rounded argument": ("digits", FIRST),
     "lost update": ("digits", at("fp32", "O4", "bfloat16", loop=COUNT)),
     "underflow": ("digits", at("autocast", "O1", "O2", "O3", loop=TINY, scale=", loss_scale=1.0")),
     "chain of gradients": ("digits", {"bfloat16": script("bfloat16", loop=MANY)}),

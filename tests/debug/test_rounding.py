@@ -20,7 +20,7 @@ def shifted():
     return traced(model, torch.randn(4, 8, dtype=torch.bfloat16))
 
 
-@every(mode=MODES, name=["conv net", "transformer, -inf", "lstm"])
+@every(mode=MODES, name=["conv net", "transformer, -inf", "lstm", "refinement"])
 def test_the_run_computes_the_same_bits_as_without_the_trace(name, mode):
     """Weights, gradients, buffers, the optimizer's state, losses, and what is drawn next."""
     results = []

@@ -317,3 +317,43 @@ def test_a_counter_that_stands_still_is_named(count, calls):
             n = count(n)
     assert trace.worst.kind == "lost update"
     assert "half a step of bfloat16" in trace.worst.why
+
+
+def lost_by(formula):
+    """Returns the rows of a formula in a model, on values that bf16 rounds."""
+    body = Body(lambda self, x: formula(x.bfloat16()))
+    with amp.debug.trace_rounding(body) as trace:
+        body(torch.linspace(4, 5, 64))
+    return trace.lost
+
+
+def test_a_difference_in_fp32_that_brings_an_error_back_is_not_accused():
+    """Such as the flow, from coordinates to which it was added."""
+    start = torch.full((64,), 1e3)
+    rows = lost_by(lambda x: (start + (x - 4.25).tanh()) - start)
+    assert [row.dtype for row in rows] == ["bfloat16"]
+
+
+def test_what_fp32_magnifies_in_two_steps_is_no_chain_and_comes_from_16_bits():
+    row, *_ = lost_by(lambda x: (x.float() - 4) - 0.5)
+    assert (row.kind, row.dtype) == ("cancellation", "float32")
+    assert row.remedies[0].startswith("keep the value in fp32 at ")
+
+
+HARMLESS = {
+    "logits of usual size": lambda x: (x.float() * 3).softmax(-1),
+    "a small head": lambda x: F.linear(x.view(64, 1), x.new_ones(1, 1), x.new_full((1,), -4.5)),
+}
+
+
+@pytest.mark.parametrize("formula", HARMLESS.values(), ids=HARMLESS)
+def test_what_is_steep_or_small_by_design_or_chance_is_not_accused(formula):
+    assert lost_by(formula) == ()
+
+
+def test_a_gru_near_its_fixed_point_loses_none():
+    gru = nn.GRU(8, 8)
+    with amp.debug.trace_rounding(gru) as trace, torch.autocast("cpu", torch.bfloat16):
+        output, _ = gru(torch.ones(40, 4, 8))
+        output.float().square().mean().backward()
+    assert (trace.worst, trace.skipped) == (None, ()), str(trace)

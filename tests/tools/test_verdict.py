@@ -41,7 +41,7 @@ def test_levels_that_train_as_well_as_fp32_are_named_and_those_that_do_not():
     skipped = replace(result_of("O2"), skipped="it would take an hour")
     results = result_of("O0"), emulated, skipped, result_of("bf16", losses=SLOW_LOSSES)
     said = "Training is as good as in fp32 at O1. "
-    said += "Training is worse, or loses steps or updates, at bf16."
+    said += "Training fails, is worse, or loses steps or updates, at bf16."
     for load in (IDLE, Load(8.0, 2)):
         found = comparison_of(*results, load=load).recommendation
         assert (found.quality, words(found)["O1"]) == (said, "usable")
@@ -190,7 +190,7 @@ def test_a_level_that_is_fast_and_unsound_is_refused_with_the_reason(changes, wh
     assert found.level == "O0"
     assert words(found)["O4"] == "no"
     assert why in whys(found)["O4"]
-    assert found.quality == "Training is worse, or loses steps or updates, at O4."
+    assert found.quality == "Training fails, is worse, or loses steps or updates, at O4."
 
 
 # -- the interval ----------------------------------------------------------------------------

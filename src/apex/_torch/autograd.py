@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from apex._torch.copies import capturing
+from apex._torch.dispatch_modes import records_operators
 from apex._torch.dynamo import untraced
 
 _engine: Any = torch.autograd.Variable._execution_engine
@@ -32,12 +33,11 @@ def autocast_depth() -> int:
 def is_recorded(device: torch.device) -> bool:
     """Returns whether operators on a device are recorded, or run by a mode or transform of torch.
 
-    They are in a CUDA graph, a dispatch mode (as of ``make_fx``), inference mode, ``torch.func``
-    and ``torch.jit.trace``.
+    They are in a CUDA graph, inference mode, ``make_fx``, ``torch.func`` and ``torch.jit.trace``.
     """
     return (
         torch.is_inference_mode_enabled()  # where gradients may be enabled, but have no effect
-        or torch._C._len_torch_dispatch_stack() > 0
+        or records_operators()
         or torch._C._get_tracing_state() is not None
         or is_transformed()
         or capturing(device)

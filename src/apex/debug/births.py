@@ -9,7 +9,7 @@ import torch
 
 from apex._torch.autograd import backward_id
 from apex.debug.place import Place
-from apex.debug.rules import SOFTMAXES
+from apex.debug.rules import PRODUCTS, SOFTMAXES
 from apex.debug.tracing import Values, operator_name, operators
 
 _DIVIDES = operators(
@@ -28,8 +28,6 @@ _DEFINED_EVERYWHERE = operators(
 )
 """Operators with a true result for all finite inputs."""
 
-# Without baddbmm: nn.MultiheadAttention adds its mask with it.
-_PRODUCTS = operators("mm bmm addmm linear convolution")
 _MASKS = operators("nan_to_num masked_fill where nansum")
 # These map -inf to 0, the right result.
 _MAP_TO_ZERO = operators("softmax safe_softmax exp")
@@ -220,7 +218,7 @@ class Birth:
 
     def pass_on(self, operator: str, module: str) -> None:
         """Records an operator that read the values and passed them on."""
-        if operator in _PRODUCTS and not self.feeds_softmax:
+        if operator in PRODUCTS and not self.feeds_softmax:
             self.multiplied = True
         if not self.reader:
             self.reader = operator

@@ -37,8 +37,9 @@ def explain(
     the bytes that it moves, in the module that made it.
 
     Changes nothing: gradients, buffers (batch norm's statistics), random number generators, inputs,
-    mode, hooks, loss scale and weight cache are preserved, also after an error. Compiled parts run
-    eagerly, and data-parallel wrappers are bypassed.
+    mode, hooks, loss scale and weight cache are preserved, also after an error. Parameters that the
+    model itself writes, such as a momentum encoder's, are not. Compiled parts run eagerly, and
+    data-parallel wrappers are bypassed. Checkpoints need ``use_reentrant=False``.
 
     Cost: the model runs twice; the first pass warms up kernels. Memory: a step's, plus one set of
     gradients and a copy of the buffers and inputs. The time of an operator is wall time around it
@@ -258,11 +259,9 @@ class _Costs(Trace):
             return
         dtypes_in = tuple(dict.fromkeys(dtypes.name(tensor.dtype) for tensor in inputs))
         dtype_out = dtypes.name(outputs[0].dtype) if outputs else ""
-        is_cast = call.name == _CAST and inputs and outputs
         moved = 0
-        if is_cast and inputs[0].dtype is not outputs[0].dtype:
-            size = inputs[0].itemsize + outputs[0].itemsize
-            moved = size * inputs[0].numel()
+        if call.name == _CAST and dtypes_in not in ((), (dtype_out,)) and outputs:
+            moved = inputs[0].nbytes + outputs[0].nbytes
         row = OpRow(
             *self._tracker.module,
             self._tracker.direction,

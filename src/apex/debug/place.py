@@ -281,6 +281,12 @@ class Tracker:
             return "", False
         return site.place.module, site.place.inside
 
+    @property
+    def running(self) -> nn.Module | None:
+        """The innermost running module; None outside all, and in their backward."""
+        stack = self._state.stack
+        return stack[-1].module if stack else None
+
     # -- autograd nodes --------------------------------------------------------------------------
 
     def record_site(self) -> None:

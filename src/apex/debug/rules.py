@@ -14,18 +14,23 @@ Note [Tolerance]
 
         tolerance = AMPLIFICATION * (inherited + u) + bound of the sum + underflow
 
+    The relative error of an exponential is the absolute error of its argument. So arguments of
+    usual size, up to ``LARGEST_LOGIT``, add this multiple of the inherited error.
+
     The size of a result is its norm. A sum of n terms of both signs may be far smaller than its
     terms, by chance or by construction. For example, a bias before a batch norm and the bias of an
     attention's keys have no gradient. The gradients of a Wasserstein loss's two means nearly
     cancel. Such a sum loses no digits. Therefore the terms' absolute values determine the size of a
-    small sum, and of any sum in a backward pass (Skeel's condition number).
+    small sum, of a product with a few columns, and of any sum in a backward pass (Skeel's condition
+    number).
 
 Note [Chains]
     In a running sum, the error of one step explains the error of the next. No step would exceed
     its tolerance. Therefore a chain of linear elementwise operators (an accumulation, an
     EMA, a residual stream) counts as one operator. A chain inherits the largest error among the
     values that enter it; ``Shadow.entry`` carries this error from one operator to the next. In a
-    sum, an operand's error is weighted by the operand's size relative to the largest operand.
+    sum in 16 bits, an operand's error is weighted by the operand's size relative to the largest
+    operand. A sum in fp32 does not round: a later difference may bring back an operand's own error.
 
 Note [Small changes]
     ``average.mul_(0.999)`` in bf16 changes nothing, because half of bf16's eps is 0.002. By norm,
@@ -55,6 +60,9 @@ from apex.debug.tracing import Call, operators
 
 AMPLIFICATION = 4.0
 """Factor by which a well-conditioned operator may multiply errors."""
+
+LARGEST_LOGIT = 16.0
+"""Size up to which the arguments of exponentials are usual."""
 
 LOST_CHANGE = 0.5
 """Error of an update, relative to the update, from which the update counts as lost."""
@@ -126,6 +134,12 @@ RESIDUALS = ("mse_loss", "smooth_l1_loss", "huber_loss", "nll_loss")
 """Name prefixes of losses that subtract targets from outputs."""
 
 SOFTMAXES = operators("softmax log_softmax safe_softmax")
+
+EXPONENTIALS = SOFTMAXES | operators("exp sigmoid")
+"""Operators whose relative error is the absolute error of their argument."""
+
+PRODUCTS = operators("mm bmm addmm linear convolution")
+"""Products with data. nn.MultiheadAttention adds its mask with baddbmm."""
 
 
 # -- errors ----------------------------------------------------------------------------------------

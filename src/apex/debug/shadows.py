@@ -39,7 +39,7 @@ _NOISE = 64 * torch.finfo(torch.float32).eps
 """Differences below this share of their operands have no correct digit in fp32."""
 
 _FEW = 64
-"""Results with fewer elements may be small by chance."""
+"""Results with fewer elements may be small by chance; so may products with a few columns."""
 
 
 # -- values --------------------------------------------------------------------------------------
@@ -267,10 +267,13 @@ class ShadowCall:
         sizes = [read.mean_size for read in self.inputs]
         sizes += [abs(number) for number in self.own.arguments if isinstance(number, int | float)]
         largest = max(sizes, default=0.0) or 1.0  # never 0, because sizes are divided by it
-        worst = _NEGLIGIBLE * self.unit
+        # An operator on fp32 adds no error, however small, to its inputs' errors.
+        operands = [read.tensor for read in self.inputs if read.tensor.dim()]
+        rounds = self.base == "to_copy" or all(map(dtypes.is_low_precision, operands))
+        worst = _NEGLIGIBLE * self.unit if rounds else 0.0
         for read in self.inputs:
             share = 1.0
-            if self.base in rules.SUMS_OF_OPERANDS:  # see Note [Chains]
+            if rounds and self.base in rules.SUMS_OF_OPERANDS:  # see Note [Chains]
                 share = read.mean_size / largest
             error = share * read.distance.relative
             shadow = read.shadow
@@ -396,11 +399,16 @@ class Results:
         distance = rules.distance_of_result(call.own, low, high)
         unit = max(call.unit, rules.roundoff(low.dtype))
         tolerance = rules.AMPLIFICATION * (call.inherited + unit)
+        if call.base in rules.EXPONENTIALS:
+            tolerance += rules.LARGEST_LOGIT * call.inherited
         # The terms below need further passes over the tensors; most results do without them.
         if 2 * distance.relative < tolerance:
             return distance.relative, tolerance
         size = distance.size
-        if self._place.direction == "backward" or low.numel() < _FEW:
+        results = low.numel()
+        if call.base in rules.PRODUCTS:  # the rows may be alike
+            results = low.shape[-1] ** 2
+        if self._place.direction == "backward" or results < _FEW:
             sizes = rules.least_sizes(call.shadows)
             if index < len(sizes):
                 size = max(size, sizes[index])
@@ -437,7 +445,7 @@ class Results:
         if 2 * distance.relative > error:
             return "rounding"
         largest = max(read.distance.relative for read in self._call.inputs)
-        if rules.AMPLIFICATION * largest > error:
+        if dtypes.is_low_precision(low) and rules.AMPLIFICATION * largest > error:
             return "chain"
         return "cancellation"
 

@@ -58,7 +58,7 @@ def suggest_fp32(
     at a 16-bit level are off by some percent.
 
     Changes nothing: the model, its gradients, buffers and hooks, the inputs and the random number
-    generators are as before, also after an error.
+    generators are as before, also after an error. Checkpoints need ``use_reentrant=False``.
 
     Cost: one rounding trace for each class of module that loses digits and one more, a run for each
     module found, and the memory of one copy of the model.
@@ -180,8 +180,8 @@ def _faulty(model: nn.Module, trials: _Trials) -> tuple[list[str], list[str]]:
             unrepaired.add(first.module)
             notes.append(
                 f"{first.op} {first.where} loses digits ({first.direction}, "
-                f"{first.location}), and no module in fp32 repairs it: compute it in fp32, on "
-                ".float() inputs."
+                f"{first.location}), and no module in fp32 repairs it: compute in fp32 from where "
+                "the error enters, which amp.debug.trace_rounding shows."
             )
             continue
         # Modules of one class have the same fault; one after another would take a trace for each.

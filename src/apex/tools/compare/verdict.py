@@ -115,7 +115,9 @@ def _quality(comparison: Comparison, candidates: Sequence[_Candidate]) -> str:
     if good:
         sentences.append(f"Training is as good as in fp32 at {', '.join(good)}.")
     if bad:
-        sentences.append(f"Training is worse, or loses steps or updates, at {', '.join(bad)}.")
+        sentences.append(
+            f"Training fails, is worse, or loses steps or updates, at {', '.join(bad)}."
+        )
     return " ".join(sentences)
 
 
