@@ -37,7 +37,7 @@ def is_recorded(device: torch.device) -> bool:
     """
     return (
         torch.is_inference_mode_enabled()  # where gradients may be enabled, but have no effect
-        or records_operators()
+        or (torch._C._len_torch_dispatch_stack() > 0 and records_operators())
         or torch._C._get_tracing_state() is not None
         or is_transformed()
         or capturing(device)

@@ -307,5 +307,5 @@ def _scaler(session: Session, loss_id: int) -> Scaler:
         )
     scaler = session.scalers[loss_id]
     # Scripts may have exchanged scalers.
-    scaler.use_for(loss_id % count, own_update(scaler))
+    scaler.use_for(loss_id % count, own_update(scaler) if scaler.dynamic else None)
     return scaler
