@@ -77,8 +77,7 @@ class ScaledGradients:
         compares = call.base in _COMPARISONS and self._meets_unscaled(call)
         if compares or call.base == "local_scalar_dense":
             return "reading"
-        if not changed:
-            self._scales.note(tracing.outputs(call, result), scale)
+        self._scales.note(tracing.outputs(call, result), scale)
         if not self._mixes(call, changed):
             return ""
         is_penalty = call.base in DIFFERENCES and not changed
@@ -94,7 +93,7 @@ class ScaledGradients:
         The pass begins with a 1, which the derivative of the scaling multiplies by the scale.
         """
         scale = self.loss_scale[0]
-        if scale == 1.0 or call.traits.view:
+        if scale == 1.0:
             return ""
         is_scaled = self.scale_of(call.arguments) != 1.0
         is_result_scaled = is_scaled != self._unscales(call, scale)
@@ -120,7 +119,7 @@ class ScaledGradients:
             is_scaled_twice = scale is not None
             # sync: tracing is a diagnosis, here and below
             scale = float(factor), isinstance(factor, Tensor)
-        if scale is not None and scale[0] != 1.0:
+        if scale is not None:
             self._losses.note(result, scale)
         return is_scaled_twice
 
@@ -162,7 +161,7 @@ class ScaledGradients:
                 return not operands
             enters_loss = any(tensor.requires_grad for tensor in operands)
             return enters_loss and self._meets_unscaled(call)
-        return bool(changed) and call.base.startswith(_CLAMPS)
+        return False
 
     def _meets_unscaled(self, call: Call) -> bool:
         """Returns whether one of two operands carries no scale, and is no 0, epsilon or inf."""
