@@ -68,17 +68,12 @@ class ScriptTrace(OverflowTrace):
         trace_threads(self, self._hooks)
         return self
 
-    @property
-    def first(self) -> Finding | None:
-        """The first fault that does not make a dynamic loss scale back off; None without one."""
-        return finding_of(self._births.first(healing=False))
-
     def seen(self) -> Seen:
         """Returns the results so far."""
         births = self._births
         first = births.first(healing=False)
         return Seen(
-            first=self.first,
+            first=finding_of(first),
             steps_before=births.steps if first is None else first.steps,
             certain=births.certain,
             harmless=first is not None and first.limited and first not in births.reached,

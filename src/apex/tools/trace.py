@@ -113,7 +113,7 @@ def trace(script: Script, *, keep_going: bool, notify: Callable[[str], None]) ->
     def on_fault() -> None:
         if not keep_going:
             raise FaultFound
-        first = running.first
+        first = running.seen().first
         if first is not None:
             fault, _, _ = headed(first).partition("\n")
             notify(_marked(f"{fault}; the report follows at the end."))
