@@ -186,8 +186,6 @@ class Birth:
         if not self.backward or self.scale <= 1.0:
             return False
         true = self.true or 0.0
-        if math.isinf(true):
-            return True
         return true / self.scale <= torch.finfo(self.dtype).max
 
     @property
