@@ -176,14 +176,14 @@ class Birth:
     @property
     def _fits(self) -> bool:
         """Whether result and inputs are so small that no sum of products exceeds the dtype."""
-        if self.kind != "nan" or self.true is None:
+        if self.true is None:
             return False
         return max(self.true, self.largest**2) < torch.finfo(self.dtype).max * _SMALL
 
     @property
     def _fits_unscaled(self) -> bool:
         """Whether a gradient fits into the dtype without the loss scale, as far as known."""
-        if not self.backward or self.scale <= 1.0:
+        if self.scale <= 1.0:  # as in every forward pass
             return False
         true = self.true or 0.0
         return true / self.scale <= torch.finfo(self.dtype).max
