@@ -201,8 +201,7 @@ class Explanation:
         """Returns all data as JSON."""
         return common.to_json({**vars(self), "total": self.total._asdict()})
 
-    def __str__(self) -> str:
-        return self.to_text()
+    __str__ = to_text
 
 
 _HEAD = ("where", "operator", "pass", "calls", "dtypes", "time", "bytes cast")
