@@ -277,7 +277,7 @@ def _repeats(call: Call) -> int:
 
 
 def least_sizes(in_fp32: Call) -> list[float]:
-    """Returns the norm of each result of a sum if all terms had one sign; none of other calls."""
+    """Returns the norms of a sum's judged results if all terms had one sign; else no norms."""
     name = in_fp32.base
     if name in _SUMS | _IN_PLACE_SUMS:
         sums = in_fp32.mapped(_absolute).run()
@@ -294,8 +294,7 @@ def least_sizes(in_fp32: Call) -> list[float]:
             values = named[factor]
             if values is not None:
                 gain *= norm(values) / math.sqrt(max(1, values.numel()))
-        gradient = _size(in_fp32.args[0])
-        return [gradient * gain, gradient, gradient]
+        return [gain * _size(in_fp32.args[0])]
     return []
 
 
