@@ -211,7 +211,7 @@ class Birth:
             self.absorbed = True
         if is_finite and operator in _LIMIT:
             self.limited = True
-        if is_finite and operator in _MASKS and not self.deliberate:
+        if is_finite and operator in _MASKS:
             self.masked = True
 
     def pass_on(self, operator: str, module: str) -> None:
