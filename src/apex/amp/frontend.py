@@ -143,13 +143,15 @@ def initialize(
 
     Raises:
         RuntimeError: If the level is unknown or cannot honour an override; if a model is
-            float64 at O1 or O4, on the meta device, lazy or wrapped; if it is already prepared,
+            float64 at O1 or O4, on the meta device, or wrapped; if it is already prepared,
             unless both the old and the new level keep fp32 weights (O0, O1, O4); if an
             optimizer is already prepared, or an ``FP16_Optimizer``; if a weight has a master of an
             earlier call; under ``torch.inference_mode()``; if cuDNN is disabled.
         TypeError: If a model, optimizer or value has the wrong type.
-        ValueError: If a number is out of range; if a model or optimizer is given twice; if an
-            optimizer has no parameters; if all have only parameters of other models.
+        ValueError: If a number is out of range; if ``fp32_modules``, ``fp32_inputs`` or
+            ``fp32_buffers`` names nothing, or the level casts no model; if a model is lazy; if a
+            model or optimizer is given twice; if an optimizer has no parameters; if all have only
+            parameters of other models.
 
     Examples:
         >>> import torch

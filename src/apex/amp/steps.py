@@ -39,7 +39,7 @@ def clip_grad_norm_(
         RuntimeError: If amp has not prepared the optimizer; if the gradients are still scaled; if
             ``error_if_nonfinite`` is set and the norm is not finite.
         TypeError: If a gradient is sparse, ``optimizer`` is not an optimizer, or a norm no number.
-        ValueError: If ``max_norm`` or ``norm_type`` is negative or NaN.
+        ValueError: If ``max_norm`` or ``norm_type`` is negative, NaN, or a string without a number.
 
     Example:
         >>> import torch

@@ -69,7 +69,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         allreduce_communicators: Ignored.
         gradient_average: Whether to divide the sum by the number of processes.
         gradient_predivide_factor: Divisor before the sum; after it, the sum is divided by the
-            remaining factor, or not at all without ``gradient_average``.
+            remaining factor, or not at all without ``gradient_average``. At 1, torch divides by the
+            number of processes before the sum, except with ``delay_allreduce``.
         gradient_average_split_factor: Ignored, as in apex.
         prof: Ignored; ``torch.profiler`` shows these calls.
         **torch_options: Keyword arguments of torch's class.
