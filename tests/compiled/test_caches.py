@@ -5,7 +5,9 @@ import gc
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.compiler import config
 
+from apex import amp
 from tests.support.features import TORCH_VERSION
 from tests.support.loops import prepared
 
@@ -32,6 +34,19 @@ def with_session():
 def under_torchs_rules():
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         return compiled_dtype()
+
+
+def test_a_session_that_is_collected_while_torch_sets_its_configuration_sets_none():
+    """In Python 3.11, that would crash the process."""
+    gc.collect()
+    before = config.cache_key_tag
+    held = [prepared("O4")]
+    tagged = config.cache_key_tag
+    inside = {"held": held, "gc": gc, "__name__": "torch.utils._config_module"}
+    exec("held.clear()\ngc.collect()", inside)
+    assert config.cache_key_tag == tagged != before
+    with amp.disable_casts():
+        assert config.cache_key_tag == before
 
 
 def hits():

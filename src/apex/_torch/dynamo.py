@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Hashable
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -131,6 +132,19 @@ def is_compiling_here() -> bool:
     callback = _eval_frame.set_eval_frame(None)  # what dynamo calls for each frame of this thread
     _eval_frame.set_eval_frame(callback)
     return callable(callback) or is_tracing() or torch._guards.CompileContext.try_get() is not None
+
+
+def sets_config() -> bool:
+    """Returns whether torch's configuration is being set, as where Python's collector runs.
+
+    torch keeps it in ContextVars. Python 3.11 crashes if one is set while it sets another.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils._config_module":
+            return True
+        frame = frame.f_back
+    return False
 
 
 @at_tracing  # the new exporter traces by dynamo where its first way fails

@@ -33,7 +33,7 @@ from apex._engine.autocast.weights import shared
 from apex._engine.registry import live
 from apex._torch.autograd import autocast_depth, backward_id
 from apex._torch.dispatcher import AUTOCAST_KEYS, weight_cache_is_safe
-from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
+from apex._torch.dynamo import is_compiling_here, sets_config, untraced, untraced_frame
 
 OFF = torch.float32
 """The CPU's autocast dtype in ``casts_off`` blocks, and nowhere else.
@@ -154,6 +154,8 @@ class _Thread(threading.local):
         # The specs by which the state is set, oldest first, and the state before the first.
         self.specs: list[AutocastSpec] = []
         self.before = Casts(AUTOCAST_KEYS)
+        # Whether the key of compilers' caches names the rows that apply.
+        self.is_tagged = True
         # The number of autocast blocks around the casts that are a session's. Deeper inside, casts
         # belong to a block of the script.
         self.depth = 0
@@ -205,9 +207,11 @@ def tag_caches() -> None:
     Casts are built into code that was compiled under them, and the caches do not see our kernels.
     Without the tag, a process without apex would load such code. Each thread has its own key, so
     the rows of a session that ended in another thread stay in it until this thread's next amp call.
+    So do those of one that is collected while torch sets its configuration.
     """
     from torch.compiler import config
 
+    _here.is_tagged = True  # first, as a session may be collected meanwhile
     digests = {spec.digest for spec in _specs_with_rows()}
     tag, _, _ = config.cache_key_tag.partition(_TAG)  # what others have set
     for digest in sorted(digests):
@@ -227,8 +231,10 @@ def end_casts() -> None:
     Safe in finalizers and in any thread.
     """
     shared.drop()
-    follow_sessions()
-    tag_caches()
+    _set_state()
+    _here.is_tagged = False
+    if not sets_config():
+        tag_caches()
 
 
 @untraced
@@ -236,6 +242,13 @@ def follow_sessions() -> None:
     """Ends steps that raised; sets the thread's casts by its sessions. See Note [Ambient casts]."""
     while _here.steps:
         _here.steps[-1].__exit__()
+    _set_state()
+    if not _here.is_tagged:
+        tag_caches()
+
+
+def _set_state() -> None:
+    """Sets the thread's casts by its sessions, where they can be set now."""
     specs = live.specs(begun_in=_here.token)
     if specs == _here.specs:
         return
@@ -246,8 +259,8 @@ def follow_sessions() -> None:
     for spec in _here.specs:
         if not {*spec.device_types} <= {*devices}:
             return  # a kernel or a step has turned casts off for a while
+    _here.is_tagged = False
     _here.set_state(specs)
-    tag_caches()
 
 
 def _end_in_fork() -> None:
