@@ -135,9 +135,10 @@ def is_compiling_here() -> bool:
 
 
 def sets_config() -> bool:
-    """Returns whether torch's configuration is being set, as where Python's collector runs.
+    """Returns whether the calling code, such as a finalizer, interrupts a change of torch's config.
 
-    torch keeps it in ContextVars. Python 3.11 crashes if one is set while it sets another.
+    torch keeps its config in ContextVars. Before Python 3.12, the collector may run inside
+    ``ContextVar.set``, which crashes if a finalizer sets another one.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:

@@ -211,7 +211,9 @@ def tag_caches() -> None:
     """
     from torch.compiler import config
 
-    _here.is_tagged = True  # first, as a session may be collected meanwhile
+    _here.is_tagged = not sets_config()  # first, as a session may be collected meanwhile
+    if not _here.is_tagged:
+        return
     digests = {spec.digest for spec in _specs_with_rows()}
     tag, _, _ = config.cache_key_tag.partition(_TAG)  # what others have set
     for digest in sorted(digests):
@@ -231,10 +233,8 @@ def end_casts() -> None:
     Safe in finalizers and in any thread.
     """
     shared.drop()
-    _set_state()
-    _here.is_tagged = False
-    if not sets_config():
-        tag_caches()
+    follow_sessions()
+    tag_caches()
 
 
 @untraced
@@ -242,13 +242,8 @@ def follow_sessions() -> None:
     """Ends steps that raised; sets the thread's casts by its sessions. See Note [Ambient casts]."""
     while _here.steps:
         _here.steps[-1].__exit__()
-    _set_state()
     if not _here.is_tagged:
         tag_caches()
-
-
-def _set_state() -> None:
-    """Sets the thread's casts by its sessions, where they can be set now."""
     specs = live.specs(begun_in=_here.token)
     if specs == _here.specs:
         return
@@ -259,8 +254,8 @@ def _set_state() -> None:
     for spec in _here.specs:
         if not {*spec.device_types} <= {*devices}:
             return  # a kernel or a step has turned casts off for a while
-    _here.is_tagged = False
     _here.set_state(specs)
+    tag_caches()
 
 
 def _end_in_fork() -> None:
