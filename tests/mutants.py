@@ -61,7 +61,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("a gradient put aside that nobody clears", "_engine/optimizer/prepared.py",
      "        self.stash.drop(cleared)\n", ""),
     ("gradients of one rank that the pass that sends leaves out", "_engine/backward.py",
-     "if ddp.wrappers and ddp.sends_earlier", "if False and ddp.sends_earlier"),
+     "if ddp.states and ddp.sends_earlier", "if False and ddp.sends_earlier"),
     ("an overflow lost on its way to another device", "_engine/scaler.py",
      "self._flag = moved(self._flag, found_inf.device)",
      "self._flag = torch.zeros_like(found_inf)"),

@@ -4,7 +4,6 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -306,8 +305,7 @@ class Region(AutocastRegion):
         registry.live.add(self)  # as a session
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as until:
-            self.enter(until, nn.Module(), args, kwargs)
+        with self.casts(nn.Module(), args, kwargs):
             return fn(*args, **kwargs)
 
 

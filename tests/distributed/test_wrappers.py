@@ -381,6 +381,26 @@ def test_a_pass_through_the_model_of_another_optimizer_trains_as_one_process(on_
         torch.testing.assert_close(*map(torch.tensor, found), rtol=2.0**-6, atol=2.0**-6)
 
 
+def sum_beside_a_wrapper(rank, wrap):
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 2), nn.Linear(4, 1)]
+    optimizers = [loops.sgd(model.parameters()) for model in models]
+    models, _ = cases.initialized("O5", models, optimizers)
+    x, y = cases.rank_batch(rank, 0)
+    wrapper = wrap(models[0])
+    wrapper(x).float().square().mean().backward()
+    for _ in range(256):
+        nn.functional.mse_loss(models[1](x).float(), y[:, :1]).backward()
+    return models[1].weight.grad.dtype, models[1].weight.grad.tolist()
+
+
+def test_gradients_of_a_model_beside_a_wrapper_add_up_as_without_one(on_two_ranks):
+    beside = on_two_ranks(sum_beside_a_wrapper, DistributedDataParallel)
+    alone = on_two_ranks(sum_beside_a_wrapper, nn.Sequential)
+    assert [grad for _, grad in beside] == [grad for _, grad in alone]
+    assert {dtype for dtype, _ in beside} == {torch.float32}
+
+
 HOOKS = {
     "fp16": lambda wrapper: wrapper.register_comm_hook(None, default_hooks.fp16_compress_hook),
     "fp32": reduce_in_fp32,

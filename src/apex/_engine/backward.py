@@ -162,7 +162,7 @@ class BackwardPass:
             wrapped = prepared.session
             if not prepared.steps:
                 wrapped.check_shards()
-            if not (wrapped.ddp.wrappers or wrapped.shards.groups):
+            if not (wrapped.ddp.states or wrapped.shards.groups):
                 continue
             trained = prepared.trained_params()
             if wrapped.shares_grads(trained):
@@ -182,7 +182,7 @@ class BackwardPass:
     def _note_shared(self) -> None:
         """Records whether ranks have shared the gradients, where nothing tells of the pass."""
         for prepared in self.prepared_optimizers:
-            if prepared.session.ddp.wrappers:
+            if prepared.session.ddp.states:
                 is_sent = prepared not in self._unsent
                 prepared.session.ddp.end_block(prepared.trained_params(), is_sent=is_sent)
 
@@ -262,7 +262,7 @@ class BackwardPass:
         All ranks agree on the latter, also one that has not used a parameter that others have.
         """
         ddp = prepared.session.ddp
-        if ddp.wrappers and ddp.sends_earlier(prepared.trained_params()):
+        if ddp.states and ddp.sends_earlier(prepared.trained_params()):
             return True
         return prepared in self._earlier and prepared.has_grads()
 

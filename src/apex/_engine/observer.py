@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
+
+
+_NOTHING = nullcontext()
 
 
 class Observer:
@@ -46,13 +49,11 @@ class Observer:
     def model_used(self, state: Any, reader: FrameType | None) -> None:
         """A model begins a forward pass, or ``reader`` reads one of its methods."""
 
-    def forward_begins(
-        self, model: nn.Module, state: Any, forward: Any, given: Any, cast: Any, until: ExitStack
-    ) -> None:
-        """A model's own ``forward`` is called with arguments, which were cast.
-
-        ``until`` closes when it has returned.
-        """
+    def forward(
+        self, model: nn.Module, state: Any, forward: Any, given: Any, cast: Any
+    ) -> AbstractContextManager[None]:
+        """A model's own ``forward`` is called, in this block, with arguments, which were cast."""
+        return _NOTHING
 
     def loading(self, state: Any) -> None:
         """A state dict is loaded into a module of a model."""

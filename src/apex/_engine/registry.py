@@ -22,29 +22,38 @@ class Casting(Protocol):
     """Whether its casts are on in that thread, outside of forward passes."""
 
 
+T = TypeVar("T")
 S = TypeVar("S", bound=Casting)
 
 
-class Registry(Generic[S]):
-    """Holds sessions weakly, oldest first. Any thread may add one, or let one go."""
+class WeakList(Generic[T]):
+    """Holds objects weakly, oldest first. Any thread may add one, or let one go."""
 
     def __init__(self) -> None:
         """Starts empty."""
         # A list, as a walk through a WeakSet takes 1 us, and each of our kernels needs one.
-        self._references: list[weakref.ref[S]] = []
+        self._references: list[weakref.ref[T]] = []
 
-    def add(self, session: S) -> None:
-        """Adds a session, until it is collected."""
-        self._references.append(weakref.ref(session, self._references.remove))
+    def add(self, item: T) -> None:
+        """Adds an object, until it is collected."""
+        self._references.append(weakref.ref(item, self._references.remove))
 
-    def __iter__(self) -> Iterator[S]:
-        """Iterates over the sessions that live now, oldest first."""
-        sessions: list[S] = []
+    def remove(self, item: T) -> None:
+        """Removes an object."""
+        self._references.remove(weakref.ref(item))
+
+    def __iter__(self) -> Iterator[T]:
+        """Iterates over the objects that live now, oldest first."""
+        items: list[T] = []
         for reference in [*self._references]:
-            session = reference()
-            if session is not None:
-                sessions.append(session)
-        return iter(sessions)
+            item = reference()
+            if item is not None:
+                items.append(item)
+        return iter(items)
+
+
+class Registry(WeakList[S]):
+    """Holds sessions weakly, oldest first."""
 
     def specs(self, *, begun_in: object = None) -> list[AutocastSpec]:
         """Returns the op casts of live sessions, oldest first.

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, ClassVar, Literal, Protocol, cast
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex._core.op_table import AutocastSpec
@@ -33,7 +32,7 @@ from apex._engine.masters import (
     widen_nonzero_grads,
 )
 from apex._engine.observer import Observer
-from apex._engine.registry import Registry
+from apex._engine.registry import Registry, WeakList
 from apex._engine.scaler import scaler_for
 from apex._engine.wrappers.ddp import DDPWrappers
 from apex._engine.wrappers.fsdp import Shards
@@ -129,12 +128,12 @@ class Session:
         self.keep_fp32 = keep_fp32
         # All masters of the models' parameters.
         self.masters = MasterTable()
-        # The prepared optimizers with their states, in the same order on all ranks: they
-        # communicate for each in turn.
-        self.members = weakref.WeakKeyDictionary[Optimizer, Member]()
+        # The states of prepared optimizers, which keep them alive, in the same order on all ranks:
+        # they communicate for each in turn.
+        self.members = WeakList[Member]()
         # Parameters with a hook that prepares their gradient alone.
         self._hooked: MutableMapping[Tensor, object] = WeakTensorKeyDictionary()
-        self._models = weakref.WeakSet[nn.Module]()
+        self._models = WeakList[nn.Module]()
         # What shares gradients among ranks.
         self.ddp = DDPWrappers()
         self.shards = Shards()
@@ -154,24 +153,16 @@ class Session:
 
     def add_models(self, models: Iterable[nn.Module]) -> None:
         """Adds converted models."""
-        self._models.update(models)
         for model in models:
+            self._models.add(model)
             self.shards.add(model)
-
-    def add_member(self, optimizer: Optimizer, member: Member) -> None:
-        """Adds a prepared optimizer."""
-        self.members[optimizer] = member
-
-    def remove_member(self, optimizer: Optimizer) -> None:
-        """Removes an optimizer that becomes plain."""
-        del self.members[optimizer]
 
     # -- gradients ---------------------------------------------------------------------------
 
     @untraced  # dynamo of torch 2.10 cannot trace the weak table
     def forget_cleared(self, cleared: Sequence[Tensor]) -> None:
         """Forgets what unfinished passes hold for parameters whose gradients were cleared."""
-        for member in [*self.members.values()]:
+        for member in self.members:
             member.forget_cleared(cleared)
 
     def prepare_grads(self, pairs: Sequence[MasterPair], params: Sequence[Tensor]) -> None:
@@ -183,12 +174,13 @@ class Session:
         """
         if is_transformed():
             return
-        is_sent = bool(self.ddp.wrappers) and self.shares_grads(params)
+        sends = self.ddp.sends(params) if self.ddp.states else None
+        is_sent = bool(sends) and self.shards.reduces()
         if is_sent:
             narrow_grads(pairs)
         else:
             widen_nonzero_grads(pairs)
-        if self.ddp.wrappers and backward_id() != -1 and adds_to_any(params):
+        if sends is not None and backward_id() != -1 and adds_to_any(params):
             if is_sent:
                 keep_narrow(pairs)
             at_end_of_pass(partial(self.ddp.end_pass, params, is_sent=is_sent))
@@ -249,7 +241,7 @@ class Session:
     @property
     def follows_passes(self) -> bool:
         """Whether a backward pass concerns masters, or what ranks share of scaled gradients."""
-        return bool(self.masters or (self.ddp.wrappers and self.has_scale))
+        return bool(self.masters or (self.ddp.states and self.has_scale))
 
     @property
     def can_skip(self) -> bool:
@@ -269,12 +261,12 @@ class Session:
     @untraced
     def check_shards(self) -> None:
         """Raises RuntimeError if a model was sharded after it was prepared with an optimizer."""
-        if self.members:
+        if any(self.members):
             self.shards.check(self.models, drifts=self.drifts)
 
     def shares_grads(self, params: Sequence[Tensor]) -> bool:
         """Returns whether ranks share the gradients of a pass that begins now, or need not."""
-        return self.shards.reduces() and self.ddp.sends(params)
+        return self.shards.reduces() and self.ddp.sends(params) is not False
 
 
 class _PassReaches:

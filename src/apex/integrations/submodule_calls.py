@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
@@ -15,6 +15,7 @@ from apex._engine.autocast.ambient import Casts
 from apex._engine.autocast.region import Region
 from apex._engine.conversion.state import ModelState
 from apex._engine.conversion.subclass import begin_call, end_call
+from apex._torch.dynamo import is_compiling
 
 R = TypeVar("R")
 
@@ -66,14 +67,15 @@ class SubmoduleCalls(Region):
         finally:
             self._depth -= 1
 
-    def enter(self, until: ExitStack, model: nn.Module, args: Args, kwargs: Kwargs) -> Casts:
-        """Enters the region for a call of the model's own forward, until ``until`` closes."""
+    @contextmanager
+    def casts(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Iterator[Casts]:
+        """The block for an eager forward pass of the model, in which children do not cast."""
         self._depth += 1
-        until.callback(self._leave)
-        return self._state.session.region.enter(until, model, args, kwargs)
-
-    def _leave(self) -> None:
-        self._depth -= 1
+        try:
+            with self._state.session.region.casts(model, args, kwargs) as casts:
+                yield casts
+        finally:
+            self._depth -= 1
 
     def remove(self) -> None:
         """Removes the hooks."""
@@ -82,13 +84,13 @@ class SubmoduleCalls(Region):
             handle.remove()
 
     def _note_wrapper(self, module: nn.Module, args: Args) -> None:
-        self._state.begin_forward()
+        self._state.begin_forward(traced=is_compiling())
 
     def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Call:
         self._depth += 1
         if self._depth > 1:
             return args, kwargs
-        return begin_call(self._state, args, kwargs)
+        return begin_call(self._state, args, kwargs, traced=is_compiling())
 
     def _end(self, module: nn.Module, args: Args, output: Any) -> Any:
         self._depth -= 1

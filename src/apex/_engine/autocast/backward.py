@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -68,9 +67,14 @@ class BackwardAutocast(TorchFunctionMode):
         if retains is None:
             retains = kwargs["create_graph"]
         self._start = threading.get_ident(), autocast_depth()
-        with Casts(devices_on()), ExitStack() as until:
-            kwargs["retain_graph"] = _EntersMode(self, until, retains)
-            return run(*args, **kwargs)
+        flag = _EntersMode(self, retains)
+        kwargs["retain_graph"] = flag
+        with Casts(devices_on()):
+            try:
+                return run(*args, **kwargs)
+            finally:
+                if flag.has_entered:
+                    leave_function_mode(self)
 
 
 class _EntersMode:
@@ -79,14 +83,14 @@ class _EntersMode:
     A mode that is on at the call would handle the call itself, again and again.
     """
 
-    def __init__(self, mode: TorchFunctionMode, until: ExitStack, value: bool) -> None:
+    def __init__(self, mode: TorchFunctionMode, value: bool) -> None:
         self._mode = mode
-        self._until = until
         self._value = value
+        self.has_entered = False
 
     def __index__(self) -> int:
         self._mode.__enter__()  # type: ignore[no-untyped-call]
-        self._until.callback(leave_function_mode, self._mode)
+        self.has_entered = True
         return int(self._value)
 
     def __bool__(self) -> bool:  # for a release of torch that reads a bool in place of a number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 import torch
@@ -72,16 +72,12 @@ class Region:
         devices, dtype = self.switch(args, kwargs)
         return under(devices, dtype, fn, args, kwargs)
 
-    @untraced  # dynamo compiles ExitStack's methods wrongly, after a graph break
-    def enter(self, until: ExitStack, model: nn.Module, args: Args, kwargs: Kwargs) -> Casts:
-        """Enters the region for an eager forward pass, until ``until`` closes.
-
-        Returns its casts, which are told the output. No frame of ours calls the forward.
-        """
+    @untraced
+    def casts(self, model: nn.Module, args: Args, kwargs: Kwargs) -> AbstractContextManager[Casts]:
+        """Returns the block for an eager forward pass, whose casts are told the output."""
         follow_sessions()
         devices, dtype = self.switch(args, kwargs)
-        casts = Casts(devices) if dtype is None else ForwardCasts(model, devices, dtype)
-        return until.enter_context(casts)
+        return Casts(devices) if dtype is None else ForwardCasts(model, devices, dtype)
 
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
         """Returns how the region sets autocast for a call with these arguments."""

@@ -28,7 +28,6 @@ from apex._torch.autograd import backward_id, unrecorded
 from apex._torch.ddp import active_wrapper
 from apex._torch.dynamo import (
     at_tracing,
-    is_compiling,
     is_tracing,
     recompile_on_change,
     untraced,
@@ -111,17 +110,17 @@ class ModelState:
         """Records that the model is deep-copied."""
         self.was_copied = True
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, *, traced: bool) -> None:
         """Rounds written masters into the model, and records the DDP wrappers around and in it.
 
         In compiled code, guards do so before each run. Where wrappers in the model break its graph,
         a call that is not traced does so, as the rest of the graph may have no guards.
         """
-        is_traced = is_compiling() or is_tracing()
-        if is_traced:
+        traced = traced or is_tracing()
+        if traced:
             self.begin_trace()
-        if self._parts or not is_traced:
-            self.begin_untraced(traced=is_traced)
+        if self._parts or not traced:
+            self.begin_untraced(traced=traced)
 
     def await_backward(self, output: Any) -> None:
         """Prepares the gradients, when a backward pass reaches the output, for what it adds."""
@@ -154,7 +153,8 @@ class ModelState:
         """Rounds written masters, and records wrappers."""
         if self.plan.casts_down:
             self.use()
-        self.record_wrappers(traced=traced)
+        if ranks.is_running():
+            self.record_wrappers(traced=traced)
 
     def record_wrappers(self, *, traced: bool) -> None:
         """Records that a forward pass begins under the wrappers.

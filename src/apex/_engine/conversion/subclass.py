@@ -208,14 +208,12 @@ def _casting_forward(own: Any) -> Any:
         if (is_traced or is_jit_tracing()) and is_exporting_onnx():  # which takes 8 us
             raise RuntimeError(_ONNX)
         run = state.inner_forward or super(Converted, self).forward
-        cast = begin_call(state, args, kwargs)
+        cast = begin_call(state, args, kwargs, traced=is_traced)
         cast_args, cast_kwargs = cast
         if is_traced:
             return end_call(state, state.region.run_traced(run, cast_args, cast_kwargs))
-        with ExitStack() as call:
-            observer = state.session.observer
-            observer.forward_begins(self, state, run, (args, kwargs), cast, call)
-            casts = state.region.enter(call, self, cast_args, cast_kwargs)
+        watched = state.session.observer.forward(self, state, run, (args, kwargs), cast)
+        with watched, state.region.casts(self, cast_args, cast_kwargs) as casts:
             try:
                 output = run(*cast_args, **cast_kwargs)
             except RuntimeError as error:
@@ -235,9 +233,11 @@ def _casting_forward(own: Any) -> Any:
     return forward
 
 
-def begin_call(state: ModelState, args: tree.Args, kwargs: tree.Kwargs) -> tree.Call:
+def begin_call(
+    state: ModelState, args: tree.Args, kwargs: tree.Kwargs, *, traced: bool
+) -> tree.Call:
     """Begins a forward pass: returns its arguments, cast by the plan."""
-    state.begin_forward()
+    state.begin_forward(traced=traced)
     plan = state.plan
     dtype = plan.param_dtype
     if dtype is None:

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -159,13 +159,9 @@ class PreparedOptimizer:
         exchange(self.optimizer, {id(pair.master): pair.model for pair in self.pairs})
         self.pairs.clear()
         self.until_plain.close()
-        self.session.remove_member(self.optimizer)
+        self.session.members.remove(self)
 
     # -- passes ------------------------------------------------------------------------------
-
-    def note_thread(self) -> None:
-        """Records that this thread uses the optimizer."""
-        self._thread = ambient.this_thread()
 
     @property
     def is_used_here(self) -> bool:
@@ -174,7 +170,7 @@ class PreparedOptimizer:
 
     def begin_pass(self, begun: Pass, *, in_place: bool) -> None:
         """Prepares the gradients for a pass that was given the optimizer, or that may reach it."""
-        self.note_thread()
+        self._thread = ambient.this_thread()
         self.make_room(scaled=begun.scaled, in_place=in_place)
         self.unfinished_pass = begun
 
@@ -225,9 +221,11 @@ class PreparedOptimizer:
             scaled: Whether the pass multiplies gradients by a loss scale.
             in_place: Whether it adds to the gradients in place, which have its scale.
         """
+        if not (scaled or self.pairs):
+            return
         session = self.session
         params: Sequence[nn.Parameter] = [pair.model for pair in self.pairs]
-        if in_place or not (scaled or session.ddp.wrappers):
+        if in_place or not (scaled or session.ddp.states):
             session.prepare_grads(self.pairs, params)
             return
         if scaled:
@@ -372,7 +370,7 @@ class PreparedOptimizer:
     @untraced
     def _begin_step(self, closure: object) -> None:
         """Checks a step, and finishes the pass whose gradients it takes."""
-        self.note_thread()
+        self._thread = ambient.this_thread()
         if self._captured is not None:
             self._check_captured()
         if not self.steps:
@@ -524,7 +522,8 @@ class PreparedOptimizer:
 
 def optimizers_of(session: Session) -> list[PreparedOptimizer]:
     """Returns the states of a session's live optimizers."""
-    return cast(list[PreparedOptimizer], [*session.members.values()])
+    members: list[Any] = [*session.members]
+    return members
 
 
 def live_optimizers() -> list[PreparedOptimizer]:

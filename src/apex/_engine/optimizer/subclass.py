@@ -194,7 +194,7 @@ def prepare_optimizer(session: Session, optimizer: Optimizer, undo: ExitStack) -
     """Prepares one more optimizer of a session; ``undo`` receives the inverse."""
     prepared = PreparedOptimizer(session, optimizer)
     prepared.create_missing_masters()
-    session.add_member(optimizer, prepared)
+    session.members.add(prepared)
     undo.callback(prepared.close)
     undo.callback(unprepare_class, optimizer)
     _set_class(optimizer, prepared)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -213,21 +213,20 @@ class Watch(Observer):
             writes = self._writes[state] = Writes()
         return writes
 
-    def forward_begins(
+    def forward(
         self,
         model: nn.Module,
         state: ModelState,
         forward: Callable[..., Any],
         given: tree.Call,
         cast: tree.Call,
-        until: ExitStack,
-    ) -> None:
+    ) -> AbstractContextManager[None]:
         """Watches what a forward pass of a 16-bit model loses."""
-        if not state.plan.casts_down:
-            return
-        writes = self._writes_of(state)
-        if writes.left > 0 and not is_jit_tracing():
-            until.enter_context(writes.watch(model, state, forward, given, cast))
+        if state.plan.casts_down:
+            writes = self._writes_of(state)
+            if writes.left > 0 and not is_jit_tracing():
+                return writes.watch(model, state, forward, given, cast)
+        return super().forward(model, state, forward, given, cast)
 
     def loading(self, state: ModelState) -> None:
         """Starts anew: tensors that a load writes are neither averages nor counters."""
@@ -242,7 +241,7 @@ def _averages(prepared: PreparedOptimizer) -> bool:
     """Returns whether scaled gradients may be averaged over ranks by other code than a wrapper."""
     if getattr(prepared.optimizer, "synchronize", None) is not None:
         return True  # Horovod's, BytePS's
-    return ranks.world_size() > 1 and not prepared.session.ddp.wrappers
+    return ranks.world_size() > 1 and not prepared.session.ddp.states
 
 
 def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:

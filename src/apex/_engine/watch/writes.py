@@ -194,7 +194,7 @@ class Writes:
         watched: list[tuple[str, Tensor]] = []
         for name, param in named_parameters(model):
             is_trained = id(param) in stepped
-            if pair_of(param) is None and param.requires_grad and state.session.members:
+            if pair_of(param) is None and param.requires_grad and any(state.session.members):
                 is_trained = True
             if not is_trained:
                 watched.append((name, param))

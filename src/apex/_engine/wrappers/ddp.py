@@ -20,6 +20,7 @@ class _WrapperState:
     """The state of one wrapper.
 
     Attributes:
+        wrapper: A weak reference to it.
         sent: Ids of the parameters whose gradients it averages over all ranks.
         sends: Whether a forward pass under it will send its gradients, as the next pass does;
             ``None`` without a forward pass since the last pass.
@@ -30,6 +31,7 @@ class _WrapperState:
             ``no_sync`` or around it.
     """
 
+    wrapper: weakref.ref[DistributedDataParallel]
     sent: set[int]
     sends: bool | None = None
     watched: bool = False
@@ -56,15 +58,15 @@ class DDPWrappers:
     """The DistributedDataParallel wrappers that a session's models run under.
 
     Attributes:
-        wrappers: Each wrapper with its state, in the order of their first forward passes, so that
-            all ranks communicate alike.
+        states: Those of live wrappers, in the order of their first forward passes, so that all
+            ranks communicate alike.
     """
 
     def __init__(self) -> None:
         """Starts without wrappers."""
         # Whether a library wraps models before amp prepares them, on all ranks alike.
         self._may_wrap_first = False
-        self.wrappers = weakref.WeakKeyDictionary[DistributedDataParallel, _WrapperState]()
+        self.states: list[_WrapperState] = []
 
     def allow_wrapped_first(self) -> None:
         """Accepts wrappers that were made before the parameters were cast, on all ranks alike."""
@@ -84,7 +86,8 @@ class DDPWrappers:
             RuntimeError: If the wrapper was made before its parameters were cast, so that it would
                 train each rank on gradients of its own, or if ranks may run out of data.
         """
-        if wrapper not in self.wrappers:
+        state = self._state_of(wrapper)
+        if state is None:
             if self._may_wrap_first or ranks.world_size() == 1:
                 ddp.rebuild_reducer(wrapper)
             else:
@@ -92,7 +95,8 @@ class DDPWrappers:
             ignored = wrapper.parameters_to_ignore
             named = wrapper.module.named_parameters()
             sent = {id(param) for name, param in named if name not in ignored}
-            self.wrappers[wrapper] = _WrapperState(sent)
+            state = _WrapperState(weakref.ref(wrapper, self._forget), sent)
+            self.states.append(state)
         if drifts and ddp.is_joining(wrapper):
             # A join ends by broadcasting the last rank's rounded weights: masters would drift
             # apart, and ranks that finish early stop updating their loss scale.
@@ -101,13 +105,14 @@ class DDPWrappers:
                 "scales among ranks. Use opt_level='O4', or give all ranks as many batches: "
                 "DistributedSampler does."
             )
-        self.wrappers[wrapper].mark_forward(wrapper, watched=watched)
+        state.mark_forward(wrapper, watched=watched)
 
     def mark_compiled_forward(self, *, watched: bool) -> None:
         """As :meth:`mark_forward`, where compiled code runs under the active wrapper, if known."""
         active = ddp.active_wrapper()
-        if active is not None and active in self.wrappers:
-            self.wrappers[active].mark_forward(active, watched=watched)
+        state = self._state_of(active)
+        if active is not None and state is not None:
+            state.mark_forward(active, watched=watched)
 
     def reused(self, params: Sequence[Tensor]) -> set[int]:
         """Returns ids of the parameters whose gradients are views of buffers of their wrappers.
@@ -133,20 +138,28 @@ class DDPWrappers:
         """Returns whether a wrapper has yet to replace gradients of parameters by averages."""
         return any(ddp.is_unfinished(wrapper) for wrapper, _ in self._of(params))
 
-    def sends(self, params: Sequence[Tensor]) -> bool:
-        """Returns whether the wrappers of parameters send the gradients of this pass."""
+    def sends(self, params: Sequence[Tensor]) -> bool | None:
+        """Returns whether the parameters' wrappers send the gradients of this pass.
+
+        None if they have no wrapper.
+        """
         sending = {state.sends for _, state in self._of(params)}
-        return not sending or (True in sending and False not in sending)
+        return (True in sending and False not in sending) if sending else None
 
     def _of(self, params: Sequence[Tensor]) -> list[tuple[DistributedDataParallel, _WrapperState]]:
         """Returns the wrappers that send a gradient of these parameters."""
-        if not self.wrappers:  # in a quarter of the time
-            return []
-        return [
-            (wrapper, state)
-            for wrapper, state in self.wrappers.items()
-            if not state.sent.isdisjoint(map(id, params))
-        ]
+        found: list[tuple[DistributedDataParallel, _WrapperState]] = []
+        for state in self.states:
+            wrapper = state.wrapper()
+            if wrapper is not None and not state.sent.isdisjoint(map(id, params)):
+                found.append((wrapper, state))
+        return found
+
+    def _state_of(self, wrapper: DistributedDataParallel | None) -> _WrapperState | None:
+        return next((state for state in self.states if state.wrapper() is wrapper), None)
+
+    def _forget(self, dead: weakref.ref[DistributedDataParallel]) -> None:
+        self.states = [state for state in self.states if state.wrapper is not dead]
 
     def end_pass(self, params: Sequence[Tensor], *, is_sent: bool) -> None:
         """Records that a pass over parameters is over.
@@ -166,7 +179,9 @@ class DDPWrappers:
 
     def watch(self, wrapper: DistributedDataParallel) -> None:
         """Records that an output of its forward pass tells when a pass begins."""
-        self.wrappers[wrapper].watched = True
+        state = self._state_of(wrapper)
+        if state is not None:
+            state.watched = True
 
     def sends_earlier(self, params: Sequence[Tensor]) -> bool:
         """Returns whether this pass sends what ranks may hold of earlier ones."""
