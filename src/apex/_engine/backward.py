@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -41,6 +41,7 @@ from apex._engine.optimizer.prepared import (
 from apex._engine.scaler import Scaler, ScaleUpdate
 from apex._engine.session import Session
 from apex._engine.stash import Stash
+from apex._engine.wrappers.fsdp import Shards
 from apex._torch import dtensor
 from apex._torch.copies import capturing, moved
 from apex._torch.dynamo import untraced
@@ -109,7 +110,10 @@ class BackwardPass:
         self._spec: AutocastSpec | None = session.spec
         for prepared in self.prepared_optimizers:
             self._spec = self._spec or prepared.session.spec
-        self._contexts = ExitStack()  # of the block
+        # The casts of the pass, while the block is open.
+        self._mode: AbstractContextManager[Any] | None = None
+        # What FSDP2 keeps of earlier passes, scaled for the block.
+        self._scaled_shards: list[Shards] = []
         self._state = _State.NEW
         # The delayed passes of its optimizers and lenders, which it checks with its own gradients.
         self._earlier: dict[PreparedOptimizer, BackwardPass] = {}
@@ -149,7 +153,8 @@ class BackwardPass:
                 if self.scaled:
                     self._scale_unsent()
             if self._spec is not None:
-                self._contexts.enter_context(BackwardAutocast(self._spec))
+                self._mode = BackwardAutocast(self._spec)
+                self._mode.__enter__()  # type: ignore[no-untyped-call]
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -176,8 +181,8 @@ class BackwardPass:
         for session in Session.live:
             is_beside = session.thread is self.session.thread
             if is_beside and session.shards.groups:
-                unsent = session.shards.unsent_scaled(self._scale)
-                self._contexts.enter_context(unsent)
+                session.shards.multiply_unsent(self._scale, sends=True)
+                self._scaled_shards.append(session.shards)
 
     def _note_shared(self) -> None:
         """Records whether ranks have shared the gradients, where nothing tells of the pass."""
@@ -347,7 +352,10 @@ class BackwardPass:
         traceback: TracebackType | None,
     ) -> None:
         """Unscales the gradients; after an exception, restores the earlier ones."""
-        self._contexts.close()
+        if self._mode is not None:
+            self._mode.__exit__(exception_type, error, traceback)
+        for shards in self._scaled_shards:
+            shards.multiply_unsent(1.0 / self._scale, sends=False)
         self.session.observer.pass_ends(self)
         if error is not None:
             self._abort()

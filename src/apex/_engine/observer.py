@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_NOTHING = nullcontext()
+NOTHING = nullcontext()
+"""The block of what is not watched."""
 
 
 class Observer:
@@ -52,7 +53,7 @@ class Observer:
         self, model: nn.Module, state: Any, forward: Any, given: Any, cast: Any
     ) -> AbstractContextManager[None]:
         """A model's own ``forward`` is called, in this block, with arguments, which were cast."""
-        return _NOTHING
+        return NOTHING
 
     def loading(self, state: Any) -> None:
         """A state dict is loaded into a module of a model."""

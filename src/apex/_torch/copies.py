@@ -17,6 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_CPU = torch.device("cpu")
+
 
 def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Returns ``tensor`` on ``device``, safe to read there; itself if it is there already.
@@ -58,7 +60,7 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor) -> None:
         """Begins the copy, without waiting."""
-        on_device = tensor.device.type != "cpu"
+        on_device = not tensor.is_cpu
         self._host = torch.empty_like(tensor.detach(), device="cpu", pin_memory=on_device)
         self._host.copy_(tensor.detach(), non_blocking=True)
         self._event: torch.Event | None = None
@@ -84,12 +86,15 @@ class HostCopy:
 
 def capturing(device: torch.device) -> bool:
     """Returns whether ``device`` is CUDA and the thread's current stream captures a graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    # Of the CPU first, as the name of a type takes 0.5 us.
+    is_cuda = device != _CPU and device.type == "cuda"
+    return is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def current_stream(device: torch.device) -> object:
     """Returns the thread's current stream of CUDA or XPU; None of other devices."""
-    if device.type not in ("cuda", "xpu") or not torch.accelerator.is_available():
+    has_streams = device != _CPU and device.type in ("cuda", "xpu")
+    if not (has_streams and torch.accelerator.is_available()):
         return None
     return torch.accelerator.current_stream()
 

@@ -72,7 +72,7 @@ def _unscale_and_check_(grads: list[Tensor], inverse_scale: Tensor, found_inf: T
         values = [grad.detach() for grad in grads]
         _unscale_and_check_(values, torch.ones_like(inverse_scale), found_inf)
         torch._foreach_mul_(grads, inverse_scale)
-    elif grads[0].dtype is torch.bfloat16 and grads[0].device.type != "cpu":
+    elif grads[0].dtype is torch.bfloat16 and not grads[0].is_cpu:
         # Only the CPU kernel accepts bf16 (torch 2.13).
         wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
         copy_(wide, grads)

@@ -88,7 +88,7 @@ class ForwardCasts(Casts):
     def __init__(self, model: nn.Module, devices: Sequence[str], dtype: torch.dtype) -> None:
         """Chooses the casts of ``model``, which may be on several types of devices."""
         super().__init__(devices, dtype)
-        self._forward = model, torch.device(devices[0]), dtype
+        self._forward = shared.weights_of(model), torch.device(devices[0]), dtype
         # Whether it shares casts of weights; see Note [Shared casts].
         self._shares = False
 
@@ -122,9 +122,6 @@ class ForwardCasts(Casts):
 
 class UncastBlock(Casts):
     """A step without casts, after which none are shared."""
-
-    def __init__(self) -> None:
-        super().__init__(devices_on())
 
     @untraced
     def __exit__(self, *error: object) -> None:
@@ -283,7 +280,7 @@ class _UncastStep(UncastBlock):
     """A step without casts of sessions; its closure keeps them."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        Casts.__init__(self, devices_of_sessions())
+        super().__init__(devices_of_sessions())
         self.optimizer = optimizer
 
     def __enter__(self) -> Casts:

@@ -49,20 +49,20 @@ class SharedCasts:
         # Of our kernels, by weight and its state, dtype and stream. A cast keeps its weight alive.
         self._saved = weakref.WeakValueDictionary[tuple[object, ...], Tensor]()
         # Models whose casts torch's cache may hold, with the state of their weights.
-        self._cached: dict[_Weights, object] = {}
+        self._cached: dict[Weights, object] = {}
         # Casts of our kernels that live as long as torch's: a graph saves only some of them.
         self._kept: list[Tensor] = []
         # The hook of outputs that await their backward passes, which lives as long as a graph.
         self._hook: weakref.ref[Callable[..., None]] = _NONE
         # The weights of each model, as a walk takes 5 us a module.
-        self._weights = weakref.WeakKeyDictionary[nn.Module, _Weights]()
+        self._weights = weakref.WeakKeyDictionary[nn.Module, Weights]()
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns a tensor in a castable dtype; an unchanged weight as it was cast before."""
         is_weight = tensor.requires_grad and tensor.is_leaf
         if not is_weight or not torch.is_grad_enabled() or is_recorded(tensor.device):
             return to_dtype(tensor, dtype)
-        state = _Weights([{"": tensor}]).state()
+        state = Weights([{"": tensor}]).state()
         if state is None:
             return to_dtype(tensor, dtype)
         key = state, dtype, current_stream(tensor.device)
@@ -78,12 +78,12 @@ class SharedCasts:
         return shared
 
     def begin_forward(
-        self, model: nn.Module, device: torch.device, dtype: torch.dtype, is_inside: bool
+        self, weights: Weights, device: torch.device, dtype: torch.dtype, is_inside: bool
     ) -> bool:
         """Begins a forward pass; returns whether it shares the casts of torch's cache.
 
         Args:
-            model: Its model.
+            weights: Those of its model.
             device: A device of the model.
             dtype: The dtype of its casts.
             is_inside: Whether it is inside another forward pass with casts to this dtype.
@@ -96,22 +96,21 @@ class SharedCasts:
             return False
         place = dtype, current_stream(device)
         is_valid = is_inside or self._hook() is not None
-        for weights, state in [*self._cached.items()]:
+        for cached, state in [*self._cached.items()]:
             if is_valid:
-                now = weights.state()
+                now = cached.state()
                 is_valid = now is not None and state == (now, place)
         if not is_valid:
             self._clear_cache()
-        weights = self._weights_of(model)
         if weights not in self._cached:
             self._cached[weights] = weights.state(), place
         return True
 
-    def end_forward(self, model: nn.Module) -> None:
-        """Ends a forward pass of a model, which was inside no other one."""
+    def end_forward(self, weights: Weights) -> None:
+        """Ends a forward pass of a model with these weights, which was inside no other one."""
         # A pass fills a cache that does not know it if another thread has cleared it meanwhile, or
         # if it is a pass without gradients around one with gradients.
-        is_unknown = self._weights_of(model) not in self._cached
+        is_unknown = weights not in self._cached
         is_filled = is_unknown and torch.is_autocast_cache_enabled()
         if is_filled or self._hook() is None:
             self._clear_cache()
@@ -137,15 +136,16 @@ class SharedCasts:
         self._kept.clear()
         torch.clear_autocast_cache()
 
-    def _weights_of(self, model: nn.Module) -> _Weights:
+    def weights_of(self, model: nn.Module) -> Weights:
+        """Returns the weights of a model."""
         weights = self._weights.get(model)
         if weights is None:
             tables = [module._parameters for module in model.modules()]
-            weights = self._weights[model] = _Weights(tables)
+            weights = self._weights[model] = Weights(tables)
         return weights
 
 
-class _Weights:
+class Weights:
     """Some weights, and what changes when one of them is exchanged or written."""
 
     def __init__(self, tables: Sequence[Mapping[str, Tensor | None]]) -> None:

@@ -63,7 +63,7 @@ def begin(optimizer: Optimizer, pairs: Sequence[MasterPair]) -> BlockStep | None
         if grad is not None and grad.dtype is not torch.float32:
             elements += grad.numel()
     least = device_elements
-    if pairs[0].master.device.type == "cpu":
+    if pairs[0].master.is_cpu:
         least = least_elements
     if elements < least or not reads_gradients_in_kernels(optimizer):
         return None
@@ -283,9 +283,9 @@ def skips_in_kernel(optimizer: Optimizer, found_inf: Tensor) -> bool:
     scaler.
     """
     # torch's fused optimizers copy it to CPU parameters without synchronizing (torch 2.13).
-    if found_inf.device.type != "cpu":
+    if not found_inf.is_cpu:
         for group in optimizer.param_groups:
-            if any(param.device.type == "cpu" for param in group["params"]):
+            if any(param.is_cpu for param in group["params"]):
                 return False
     # A copied or unpickled torch optimizer loses the declaration but keeps its fused kernels.
     fused_class = _fused_class(optimizer)

@@ -323,7 +323,7 @@ class PreparedOptimizer:
         self._begin_step(closure)
         optimizer: Any = self.optimizer
         hooks = self._follow_writes(stepped, run)
-        uncast = ambient.UncastBlock()
+        uncast = ambient.UncastBlock(ambient.devices_on())
         overrides: AbstractContextManager[Any] = nullcontext()
         self.steps += 1
         self.stepping = True

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from apex._core import tree
 from apex._engine.backward import BackwardPass
 from apex._engine.conversion.state import ModelState
-from apex._engine.observer import Observer
+from apex._engine.observer import NOTHING, Observer
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.scaler import Readback
 from apex._engine.session import Session
@@ -226,7 +226,7 @@ class Watch(Observer):
             writes = self._writes_of(state)
             if writes.left > 0 and not is_jit_tracing():
                 return writes.watch(model, state, forward, given, cast)
-        return super().forward(model, state, forward, given, cast)
+        return NOTHING
 
     def loading(self, state: ModelState) -> None:
         """Starts anew: tensors that a load writes are neither averages nor counters."""

@@ -285,7 +285,7 @@ class Writes:
                 continue
             if not copy.is_inference() and copy._version > 0:
                 is_written = True
-            if name in self._searched and exact.device.type != "cpu":
+            if name in self._searched and not exact.is_cpu:
                 continue
             if is_readable(exact):
                 # Empty ones have no values to search.

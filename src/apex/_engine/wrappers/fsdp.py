@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 
@@ -30,15 +29,9 @@ class Shards:
         """Returns whether ranks reduce the gradients of a pass that begins now."""
         return not fsdp.defers_reduction(group() for group in self.groups)
 
-    @contextmanager
-    def unsent_scaled(self, scale: Tensor | float) -> Iterator[None]:
-        """Multiplies what ranks have yet to share by a scale, until the block ends."""
-        groups = [group() for group in self.groups]
-        fsdp.multiply_unsent(groups, scale, sends=True)
-        try:
-            yield
-        finally:
-            fsdp.multiply_unsent(groups, 1.0 / scale, sends=False)
+    def multiply_unsent(self, scale: Tensor | float, *, sends: bool) -> None:
+        """Multiplies what ranks have yet to share by a scale, for a pass that ``sends`` it."""
+        fsdp.multiply_unsent([group() for group in self.groups], scale, sends=sends)
 
     def check(self, models: Iterable[nn.Module], *, drifts: bool) -> None:
         """Raises RuntimeError if a model was sharded after it was prepared with an optimizer.
