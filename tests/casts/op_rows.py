@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from apex._core.op_table import AutocastSpec, OpTable
 from apex._engine import registry
 from apex._engine.autocast.region import AutocastRegion
+from apex._engine.autocast.weights import Weights
 from apex._torch import dispatcher
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -305,7 +306,7 @@ class Region(AutocastRegion):
         registry.live.add(self)  # as a session
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        with self.casts(nn.Module(), args, kwargs):
+        with self.casts(Weights([]), args, kwargs):
             return fn(*args, **kwargs)
 
 

@@ -13,6 +13,7 @@ from apex._core import dtypes
 from apex._core.tree import Args, Call, Kwargs
 from apex._engine.autocast.ambient import Casts
 from apex._engine.autocast.region import Region
+from apex._engine.autocast.weights import Weights
 from apex._engine.conversion.state import ModelState
 from apex._engine.conversion.subclass import begin_call, end_call
 from apex._torch.dynamo import is_compiling
@@ -68,11 +69,11 @@ class SubmoduleCalls(Region):
             self._depth -= 1
 
     @contextmanager
-    def casts(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Iterator[Casts]:
+    def casts(self, weights: Weights, args: Args, kwargs: Kwargs) -> Iterator[Casts]:
         """The block for an eager forward pass of the model, in which children do not cast."""
         self._depth += 1
         try:
-            with self._state.session.region.casts(model, args, kwargs) as casts:
+            with self._state.session.region.casts(weights, args, kwargs) as casts:
                 yield casts
         finally:
             self._depth -= 1

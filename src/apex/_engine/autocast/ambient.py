@@ -24,12 +24,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from apex._core.op_table import AutocastSpec
 from apex._core.tree import Args, Call, Kwargs
-from apex._engine.autocast.weights import shared
+from apex._engine.autocast.weights import Weights, shared
 from apex._engine.registry import live
 from apex._torch.autograd import autocast_depth, backward_id
 from apex._torch.dispatcher import AUTOCAST_KEYS, weight_cache_is_safe
@@ -85,10 +84,10 @@ class Casts:
 class ForwardCasts(Casts):
     """The casts of a forward pass, at an autocast nesting level of its own."""
 
-    def __init__(self, model: nn.Module, devices: Sequence[str], dtype: torch.dtype) -> None:
-        """Chooses the casts of ``model``, which may be on several types of devices."""
+    def __init__(self, weights: Weights, devices: Sequence[str], dtype: torch.dtype) -> None:
+        """Chooses the casts of a model, which may be on several types of devices."""
         super().__init__(devices, dtype)
-        self._forward = shared.weights_of(model), torch.device(devices[0]), dtype
+        self._forward = weights, torch.device(devices[0]), dtype
         # Whether it shares casts of weights; see Note [Shared casts].
         self._shares = False
 

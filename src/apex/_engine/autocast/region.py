@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 import torch
-from torch import nn
 
 from apex._core import tree
 from apex._core.op_table import AutocastSpec
@@ -22,6 +21,7 @@ from apex._engine.autocast.ambient import (
     follow_sessions,
     newest,
 )
+from apex._engine.autocast.weights import Weights
 from apex._torch.autograd import backward_id
 from apex._torch.dynamo import at_tracing, is_compiling, untraced
 
@@ -73,11 +73,11 @@ class Region:
         return under(devices, dtype, fn, args, kwargs)
 
     @untraced
-    def casts(self, model: nn.Module, args: Args, kwargs: Kwargs) -> AbstractContextManager[Casts]:
-        """Returns the block for an eager forward pass, whose casts are told the output."""
+    def casts(self, weights: Weights, args: Args, kwargs: Kwargs) -> AbstractContextManager[Casts]:
+        """Returns the block for a model's eager forward pass, whose casts are told the output."""
         follow_sessions()
         devices, dtype = self.switch(args, kwargs)
-        return Casts(devices) if dtype is None else ForwardCasts(model, devices, dtype)
+        return Casts(devices) if dtype is None else ForwardCasts(weights, devices, dtype)
 
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
         """Returns how the region sets autocast for a call with these arguments."""

@@ -54,8 +54,6 @@ class SharedCasts:
         self._kept: list[Tensor] = []
         # The hook of outputs that await their backward passes, which lives as long as a graph.
         self._hook: weakref.ref[Callable[..., None]] = _NONE
-        # The weights of each model, as a walk takes 5 us a module.
-        self._weights = weakref.WeakKeyDictionary[nn.Module, Weights]()
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns a tensor in a castable dtype; an unchanged weight as it was cast before."""
@@ -135,14 +133,6 @@ class SharedCasts:
         self._cached.clear()
         self._kept.clear()
         torch.clear_autocast_cache()
-
-    def weights_of(self, model: nn.Module) -> Weights:
-        """Returns the weights of a model."""
-        weights = self._weights.get(model)
-        if weights is None:
-            tables = [module._parameters for module in model.modules()]
-            weights = self._weights[model] = Weights(tables)
-        return weights
 
 
 class Weights:

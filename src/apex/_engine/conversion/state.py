@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from apex._core import dtypes, tree
 from apex._core.rounding import exact_value
 from apex._engine.autocast.region import Region
+from apex._engine.autocast.weights import Weights
 from apex._engine.conversion.copies import PlainCopies
 from apex._engine.conversion.plan import ModelPlan, modules_in_fp32
 from apex._engine.session import STATE, Session
@@ -70,8 +71,9 @@ class ModelState:
         self._handles: list[Removable] = []
         # A region in place of the session's.
         self._region: Region | None = None
-        # The wrappers of parts of the model at its first forward pass with gradients; a walk takes
-        # 5 us a module.
+        # Its weights as of its first forward pass; a walk takes 5 us a module.
+        self._weights: Weights | None = None
+        # The wrappers of parts of the model at its first forward pass with gradients.
         self._parts: list[weakref.ref[DistributedDataParallel]] = []
         # Whether they were searched for.
         self._has_searched = False
@@ -90,6 +92,12 @@ class ModelState:
     def region(self) -> Region:
         """Runs the model's own forward."""
         return self._region or self.session.region
+
+    def weights(self) -> Weights:
+        """Returns the weights of the model, whose casts its forward passes share."""
+        if self._weights is None:
+            self._weights = Weights([module._parameters for module in self.model.modules()])
+        return self._weights
 
     def set_forward(self, inner: Callable[..., Any] | None, uncast: tuple[int | str, ...]) -> None:
         """Sets what the model's call runs, and the arguments that it does not cast."""
