@@ -306,7 +306,7 @@ class Region(AutocastRegion):
         registry.live.add(self)  # as a session
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        with self.casts(Weights([]), args, kwargs):
+        with self.casts(Weights(), args, kwargs):
             return fn(*args, **kwargs)
 
 

@@ -393,6 +393,19 @@ def test_a_weight_that_a_part_without_weights_gets_later_is_cast_again(level):
     assert not same(held, expected)
 
 
+@pytest.mark.parametrize("level", LOW)
+def test_a_weight_of_a_part_that_a_script_adds_is_cast_again(level):
+    model, _ = prepared(level, model=nn.Sequential(nn.Linear(4, 4)))
+    model(X)
+    layer = nn.Linear(4, 4)
+    model.append(layer)
+    held = model(X)
+    counted(layer, None)
+    expected = copy.deepcopy(model)(X)
+    assert same(model(X), expected)
+    assert not same(held, expected)
+
+
 class Subclass(nn.Parameter):
     pass
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class SharedCasts:
         is_weight = tensor.requires_grad and tensor.is_leaf
         if not is_weight or not torch.is_grad_enabled() or is_recorded(tensor.device):
             return to_dtype(tensor, dtype)
-        state = Weights([{"": tensor}]).state()
+        state = Weights({"": tensor}).state()
         if state is None:
             return to_dtype(tensor, dtype)
         key = state, dtype, current_stream(tensor.device)
@@ -94,6 +94,8 @@ class SharedCasts:
             return False
         place = dtype, current_stream(device)
         is_valid = is_inside or self._hook() is not None
+        if is_valid:
+            weights.find()
         for cached, state in [*self._cached.items()]:
             if is_valid:
                 now = cached.state()
@@ -138,10 +140,19 @@ class SharedCasts:
 class Weights:
     """Some weights, and what changes when one of them is exchanged or written."""
 
-    def __init__(self, tables: Sequence[Mapping[str, Tensor | None]]) -> None:
+    def __init__(
+        self, *tables: Mapping[str, Tensor | None], model: nn.Module | None = None
+    ) -> None:
         self._tables = tables
+        self._model = _NONE if model is None else weakref.ref(model)
         # Addresses, and the memory of the first elements there; one value, for several threads.
         self._memory: tuple[list[int], list[Any]] = [], []
+
+    def find(self) -> None:
+        """Finds the weights of the model's parts, of which a script may add some."""
+        model = self._model()
+        if model is not None:
+            self._tables = tuple(module._parameters for module in model.modules())
 
     def state(self) -> tuple[object, ...] | None:
         """Returns a state that equals a later one if no write is seen in between.

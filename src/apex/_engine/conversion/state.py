@@ -71,8 +71,9 @@ class ModelState:
         self._handles: list[Removable] = []
         # A region in place of the session's.
         self._region: Region | None = None
-        # Its weights as of its first forward pass; a walk takes 5 us a module.
-        self._weights: Weights | None = None
+        # Those whose casts its forward passes share.
+        self.weights = Weights(model=model)
+        self.weights.find()
         # The wrappers of parts of the model at its first forward pass with gradients.
         self._parts: list[weakref.ref[DistributedDataParallel]] = []
         # Whether they were searched for.
@@ -92,12 +93,6 @@ class ModelState:
     def region(self) -> Region:
         """Runs the model's own forward."""
         return self._region or self.session.region
-
-    def weights(self) -> Weights:
-        """Returns the weights of the model, whose casts its forward passes share."""
-        if self._weights is None:
-            self._weights = Weights([module._parameters for module in self.model.modules()])
-        return self._weights
 
     def set_forward(self, inner: Callable[..., Any] | None, uncast: tuple[int | str, ...]) -> None:
         """Sets what the model's call runs, and the arguments that it does not cast."""

@@ -213,7 +213,7 @@ def _casting_forward(own: Any) -> Any:
         if is_traced:
             return end_call(state, state.region.run_traced(run, cast_args, cast_kwargs))
         watched = state.session.observer.forward(self, state, run, (args, kwargs), cast)
-        with watched, state.region.casts(state.weights(), cast_args, cast_kwargs) as casts:
+        with watched, state.region.casts(state.weights, cast_args, cast_kwargs) as casts:
             try:
                 output = run(*cast_args, **cast_kwargs)
             except RuntimeError as error:
