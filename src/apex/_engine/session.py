@@ -174,16 +174,16 @@ class Session:
         """
         if is_transformed():
             return
-        sends = self.ddp.sends(params) if self.ddp.states else None
-        is_sent = bool(sends) and self.shards.reduces()
-        if is_sent:
-            narrow_grads(pairs)
-        else:
-            widen_nonzero_grads(pairs)
-        if sends is not None and backward_id() != -1 and adds_to_any(params):
-            if is_sent:
-                keep_narrow(pairs)
-            at_end_of_pass(partial(self.ddp.end_pass, params, is_sent=is_sent))
+        sent = self.ddp.sent(params) if self.ddp.states else None
+        narrowed: list[MasterPair] = []
+        if sent:
+            narrowed = [pair for pair in pairs if id(pair.model) in sent]
+            pairs = [pair for pair in pairs if id(pair.model) not in sent]
+        narrow_grads(narrowed)
+        widen_nonzero_grads(pairs)
+        if sent is not None and backward_id() != -1 and adds_to_any(params):
+            keep_narrow(narrowed)
+            at_end_of_pass(partial(self.ddp.end_pass, params, is_sent=bool(sent)))
 
     def hook_pairs(self, pairs: Iterable[MasterPair]) -> None:
         """Hooks parameters with masters, as :meth:`hook_params`, if some have no hook yet."""
@@ -266,7 +266,8 @@ class Session:
 
     def shares_grads(self, params: Sequence[Tensor]) -> bool:
         """Returns whether ranks share the gradients of a pass that begins now, or need not."""
-        return self.shards.reduces() and self.ddp.sends(params) is not False
+        sent = self.ddp.sent(params)
+        return self.shards.reduces() and (sent is None or bool(sent))
 
 
 class _PassReaches:

@@ -138,13 +138,18 @@ class DDPWrappers:
         """Returns whether a wrapper has yet to replace gradients of parameters by averages."""
         return any(ddp.is_unfinished(wrapper) for wrapper, _ in self._of(params))
 
-    def sends(self, params: Sequence[Tensor]) -> bool | None:
-        """Returns whether the parameters' wrappers send the gradients of this pass.
+    def sent(self, params: Sequence[Tensor]) -> set[int] | None:
+        """Returns ids of the parameters whose gradients wrappers send in this pass; or of none.
 
-        None if they have no wrapper.
+        None if no wrapper has one of the given parameters.
         """
-        sending = {state.sends for _, state in self._of(params)}
-        return (True in sending and False not in sending) if sending else None
+        states = [state for _, state in self._of(params)]
+        if not states:
+            return None
+        sends = {state.sends for state in states}
+        if True not in sends or False in sends:
+            return set()
+        return set[int]().union(*[state.sent for state in states])
 
     def _of(self, params: Sequence[Tensor]) -> list[tuple[DistributedDataParallel, _WrapperState]]:
         """Returns the wrappers that send a gradient of these parameters."""
@@ -166,7 +171,7 @@ class DDPWrappers:
 
         Args:
             params: The parameters.
-            is_sent: What :meth:`sends` was when it began.
+            is_sent: Whether :meth:`sent` had some when it began.
         """
         for wrapper, state in self._of(params):
             state.end_pass(wrapper, is_sent=is_sent)
