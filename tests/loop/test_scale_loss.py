@@ -249,6 +249,16 @@ def test_zero_grad_inside_the_block_also_clears_what_no_optimizer_steps(level):
     assert [param.grad[0].item() for param in model.parameters()] == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_what_no_optimizer_steps_adds_up_in_fp32_also_in_another_session(level):
+    held = loops.Weights()
+    amp.initialize(held, loops.sgd([held.a]), opt_level=level, verbosity=0)
+    model, optimizer = loops.prepared(level, model=loops.Weights(), loss_scale=8.0)
+    for factor in (4096.0, 0.5):
+        loops.scaled_backward(held(b=factor) + model(a=1.0), optimizer)
+    assert held.b.grad.tolist() == [4096.5] * 2
+
+
 # -- refusals --------------------------------------------------------------------------------
 
 

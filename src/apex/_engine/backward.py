@@ -34,6 +34,7 @@ from apex._engine.masters import remove_new_grads
 from apex._engine.optimizer.prepared import (
     PreparedOptimizer,
     grads_of,
+    pair_of,
     reachable,
     unscale_grads,
     with_sharers,
@@ -322,7 +323,7 @@ class BackwardPass:
                 # No step of a prepared optimizer would skip them.
                 for value in dtensor.values_of(self._unowned):
                     value.masked_fill_(moved(overflow, value.device) != 0, 0.0)
-            self.stash.give_back(self.session.masters.pair_of)
+            self.stash.give_back(pair_of)
         self._unowned = []
 
     def backward(self, *_: object, **__: object) -> NoReturn:

@@ -534,6 +534,15 @@ def live_optimizers() -> list[PreparedOptimizer]:
     return found
 
 
+def pair_of(param: Tensor) -> MasterPair | None:
+    """Returns the pair of a model's parameter, in any session."""
+    for session in Session.live:
+        pair = session.masters.pair_of(param)
+        if pair is not None:
+            return pair
+    return None
+
+
 def with_sharers(prepared_optimizers: Sequence[PreparedOptimizer]) -> list[PreparedOptimizer]:
     """Returns optimizers, followed by all that share parameters with them, in any session.
 
