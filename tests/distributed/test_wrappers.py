@@ -402,6 +402,31 @@ def test_gradients_beside_a_wrapper_add_up_as_without_one(on_two_ranks, is_part)
     assert beside[0][0] is torch.float32
 
 
+def hold_one_wrapper_back(rank, level, in_block):
+    parts = {"first": loops.Weights("a"), "second": loops.Weights("b")}
+    model = loops.Body(lambda self, k: self.first(a=k) + self.second(b=k), **parts)
+    optimizer = loops.sgd(model.parameters())
+    cases.initialized(level, model, optimizer, loss_scale=8.0)
+    model.first, model.second = map(DistributedDataParallel, parts.values())
+    grads = []
+    for waits in (False, True, False):
+        with model.first.no_sync() if waits else contextlib.nullcontext():
+            loss = model(rank + 1.0)
+            if in_block:
+                loops.scaled_backward(loss, optimizer)
+            else:
+                loss.backward()
+        grads.append([param.grad[0].item() for param in model.parameters()])
+    return grads
+
+
+@loops.every(in_block=[True, False], level=loops.WITH_MASTERS)
+def test_one_of_two_wrapped_parts_may_send_later(on_two_ranks, level, in_block):
+    found = on_two_ranks(hold_one_wrapper_back, level, in_block)
+    for rank, grads in enumerate(found):
+        assert grads == [[1.5, 1.5], [rank + 2.5, 3.0], [4.5, 4.5]]
+
+
 HOOKS = {
     "fp16": lambda wrapper: wrapper.register_comm_hook(None, default_hooks.fp16_compress_hook),
     "fp32": reduce_in_fp32,

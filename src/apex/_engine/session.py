@@ -183,7 +183,7 @@ class Session:
         widen_nonzero_grads(pairs)
         if sent is not None and backward_id() != -1 and adds_to_any(params):
             keep_narrow(narrowed)
-            at_end_of_pass(partial(self.ddp.end_pass, params, is_sent=bool(sent)))
+            at_end_of_pass(partial(self.ddp.end_pass, params, sent=sent))
 
     def hook_pairs(self, pairs: Iterable[MasterPair]) -> None:
         """Hooks parameters with masters, as :meth:`hook_params`, if some have no hook yet."""
@@ -266,8 +266,7 @@ class Session:
 
     def shares_grads(self, params: Sequence[Tensor]) -> bool:
         """Returns whether ranks share the gradients of a pass that begins now, or need not."""
-        sent = self.ddp.sent(params)
-        return self.shards.reduces() and (sent is None or bool(sent))
+        return self.shards.reduces() and self.ddp.shares(params)
 
 
 class _PassReaches:

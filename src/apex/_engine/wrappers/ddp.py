@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -139,17 +139,21 @@ class DDPWrappers:
         return any(ddp.is_unfinished(wrapper) for wrapper, _ in self._of(params))
 
     def sent(self, params: Sequence[Tensor]) -> set[int] | None:
-        """Returns ids of the parameters whose gradients wrappers send in this pass; or of none.
+        """Returns ids of those of the parameters whose gradients wrappers send in this pass.
 
-        None if no wrapper has one of the given parameters.
+        None if no wrapper has one of them.
         """
-        states = [state for _, state in self._of(params)]
-        if not states:
-            return None
-        sends = {state.sends for state in states}
-        if True not in sends or False in sends:
-            return set()
-        return set[int]().union(*[state.sent for state in states])
+        sent: set[int] | None = None
+        for _, state in self._of(params):
+            sent = sent or set()
+            if state.sends:
+                sent |= state.sent.intersection(map(id, params))
+        return sent
+
+    def shares(self, params: Sequence[Tensor]) -> bool:
+        """Returns whether this pass sends all gradients of the parameters' wrappers, if any."""
+        sends = {state.sends for _, state in self._of(params)}
+        return not sends or (True in sends and False not in sends)
 
     def _of(self, params: Sequence[Tensor]) -> list[tuple[DistributedDataParallel, _WrapperState]]:
         """Returns the wrappers that send a gradient of these parameters."""
@@ -166,15 +170,15 @@ class DDPWrappers:
     def _forget(self, dead: weakref.ref[DistributedDataParallel]) -> None:
         self.states = [state for state in self.states if state.wrapper is not dead]
 
-    def end_pass(self, params: Sequence[Tensor], *, is_sent: bool) -> None:
+    def end_pass(self, params: Sequence[Tensor], *, sent: Set[int]) -> None:
         """Records that a pass over parameters is over.
 
         Args:
             params: The parameters.
-            is_sent: Whether :meth:`sent` had some when it began.
+            sent: What :meth:`sent` returned when it began.
         """
         for wrapper, state in self._of(params):
-            state.end_pass(wrapper, is_sent=is_sent)
+            state.end_pass(wrapper, is_sent=not state.sent.isdisjoint(sent))
 
     def end_block(self, params: Sequence[Tensor], *, is_sent: bool) -> None:
         """As :meth:`end_pass`, for a block: only where nothing has told of its passes."""
