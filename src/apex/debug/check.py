@@ -6,7 +6,6 @@ import copy
 from collections import Counter, OrderedDict
 from contextlib import ExitStack
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -231,10 +230,7 @@ class FrozenUpdates:
             self.busy = False
         for group in optimizer.param_groups:
             self._check_average(optimizer, group)
-        wanted = []
-        for param, wider in wide.items():
-            if param.grad is not None:
-                wanted.append((param, param.detach().clone(), wider.detach()))
+        wanted = [(param, param.clone(), wider) for param, wider in wide.items()]
         self._wanted = {optimizer: wanted}
 
     def _check_average(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
@@ -255,12 +251,11 @@ class FrozenUpdates:
             # DTensors of torch 2.10 lack `ne` and `count_nonzero`.
             equals = wanted == old.to(wanted.dtype)
             moves = ~equals & torch.isfinite(wanted)
-            stays = moves & (param.detach() == old)
+            stays = moves & (param == old)
             frozen = int(stays.sum())  # sync: a diagnosis on request
             self.wanted += int(moves.sum())  # sync: as above
             self.frozen += frozen
-            if frozen:
-                self._stayed[_step_of(optimizer, param)] += frozen
+            self._stayed[_step_of(optimizer, param)] += frozen
 
     @property
     def worst(self) -> Finding | None:
@@ -268,7 +263,7 @@ class FrozenUpdates:
         if self.share > _MAY_STAY:
             section = "frozen"
             what = self._counts
-            step, _ = max(self._stayed.items(), key=itemgetter(1))
+            [(step, _)] = self._stayed.most_common(1)
         elif self._average is not None:
             section = "an average that cannot fall"
             beta, step = self._average
