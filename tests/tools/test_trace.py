@@ -103,6 +103,12 @@ def test_the_report_names_operator_module_line_values_cause_and_remedy(trace, tm
     assert out.startswith("step 0\n\napex trace")  # the second step did not end
 
 
+def test_data_that_are_too_large_are_no_training_that_diverges(trace):
+    traced = trace(BAD.replace("1e6", "1e10"))
+    check(traced, cli.NOT_FINITE, "First overflow: aten.exp in 1", "remedy 1. clamp the input")
+    assert "diverges" not in traced[1]
+
+
 def test_with_keep_going_the_script_runs_to_its_end(trace):
     code, out, _ = trace(BAD, options=["--keep-going"])
     assert code == cli.NOT_FINITE

@@ -196,7 +196,7 @@ class FrozenUpdates:
         self._average: tuple[float, _Step] | None = None
         # Between the hooks of a step, where the copy of another context may step: the optimizer's
         # parameters, their values before and their intended values.
-        self._wanted: dict[Optimizer, list[tuple[nn.Parameter, Tensor, Tensor]]] = {}
+        self._wanted: dict[Optimizer, list[tuple[Tensor, Tensor, Tensor]]] = {}
         self._hooks = ExitStack()
 
     def __enter__(self) -> FrozenUpdates:
@@ -230,8 +230,7 @@ class FrozenUpdates:
             self.busy = False
         for group in optimizer.param_groups:
             self._check_average(optimizer, group)
-        wanted = [(param, param.clone(), wider) for param, wider in wide.items()]
-        self._wanted = {optimizer: wanted}
+        self._wanted = {optimizer: [(param, param.clone(), wider) for param, wider in wide.items()]}
 
     def _check_average(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Records a beta that rounds to 1 in the dtype of the squared gradients' average."""
