@@ -114,6 +114,7 @@ def test_with_keep_going_the_script_runs_to_its_end(trace):
     assert code == cli.NOT_FINITE
     told, ended = out.index("the report follows at the end."), out.index("step 2\n")
     assert told < ended < out.rindex("First overflow: aten.exp in 1")
+    assert out.count("the report follows") == 1
     assert "stopped" not in out
 
 
@@ -471,6 +472,7 @@ ENDS = [
     ("raise ValueError", 1),
     ("raise SystemExit(2)", 2),
     ("this is no Python", 1),
+    ("exec('1 / 0')", 1),
 ]
 
 
@@ -529,9 +531,9 @@ def test_a_script_that_ends_before_its_backward_pass_is_reported(trace, end, cod
 # -- arguments, JSON, errors -----------------------------------------------------------------------
 
 
-def test_json_holds_the_fault_and_how_the_script_ended(trace):
-    trace(BAD, options=["--json", "trace.json"])
-    with open("trace.json") as file:
+def test_json_holds_the_fault_and_how_the_script_ended(trace, tmp_path):
+    trace(f"import os; os.chdir(os.sep)\n{BAD}", options=["--json", "trace.json"])
+    with open(tmp_path / "trace.json") as file:
         data = json.load(file, parse_constant=pytest.fail)
     assert data["first"]["op"] == "aten.exp"
     assert data["first"]["inputs"][0]["shape"] == [2, 2]
