@@ -103,6 +103,14 @@ def test_hooks_and_schedulers_see_one_step_only():
     assert calls == [1]
 
 
+def test_weights_in_fp64_step_once():
+    weight = weight_of([1.0], torch.float64)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    with frozen_updates(optimizer):
+        optimizer.step()
+    assert weight.item() == 0.5
+
+
 def test_a_context_inside_another_counts_the_same():
     optimizer = torch.optim.SGD([weight_of([1.0, 0.01], torch.bfloat16)], lr=1e-3)
     with frozen_updates(optimizer) as outer, frozen_updates(optimizer) as inner:
@@ -163,7 +171,9 @@ def test_infinities_of_a_mask_are_no_fault_in_a_buffer():
     assert amp.debug.check_numerics(model) == []
     model.running_var.fill_(torch.inf)
     model.mask[0, 0] = torch.nan
-    assert [item.name for item in amp.debug.check_numerics(model)] == ["running_var", "mask"]
+    model.weight.data[0] = torch.inf  # the others are 1
+    found = amp.debug.check_numerics(model)
+    assert [item.name for item in found] == ["weight", "running_var", "mask"]
 
 
 def test_anything_else_is_refused():

@@ -187,3 +187,22 @@ def test_an_operator_without_inputs_computes_in_its_result_and_integers_do_not_c
     found = explain(Fresh(), torch.randn(3), backward=False)
     assert [row.computed_in for row in found.ops if not row.dtypes_in] == ["bfloat16"]
     assert found.total.casts == 0
+
+
+def test_a_copy_in_the_same_dtype_is_no_cast_and_takes_no_time_if_nothing_else_ran():
+    found = explain(Body(lambda self, x: x.to(x.dtype, copy=True)), X, backward=False)
+    assert (row_of(found, "_to_copy").calls, found.total.casts) == (1, 0)
+    assert "0 % of the time in 16 bits" in str(explain(nn.Identity(), X, backward=False))
+
+
+def test_statistics_in_fp32_leave_a_batch_norm_in_16_bits():
+    found = explain(nn.BatchNorm1d(4), X.bfloat16())
+    assert row_of(found, "native_batch_norm").computed_in == "bfloat16"
+
+
+def test_the_gradient_of_an_input_that_requires_one_is_counted():
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    assert explain(frozen, X, loss_fn=total, backward=False).ops
+    with torch.no_grad():
+        found = explain(frozen, X.clone().requires_grad_())
+    assert row_of(found, "mm", direction="backward").calls == 1

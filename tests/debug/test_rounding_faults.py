@@ -60,6 +60,8 @@ LOSSES = {
     "mean": lambda output, _: output.mean(),
     "sum of a softmax": lambda output, _: output.softmax(-1).sum(),
     "low": lambda output, targets: F.cross_entropy(output.bfloat16(), targets),
+    "mean of a norm": lambda output, _: F.layer_norm(output, output.shape[-1:]).mean(),
+    "equal classes": lambda output, _: (1e-3 * output).log_softmax(-1).mean(),
 }
 
 
@@ -342,6 +344,9 @@ def test_what_fp32_magnifies_in_two_steps_is_no_chain_and_comes_from_16_bits():
 
 HARMLESS = {
     "logits of usual size": lambda x: (x.float() * 3).softmax(-1),
+    "logits beside masked ones": lambda x: (
+        (x.float() * 3 + torch.tensor([[0.0], [-1e9]])).view(-1).softmax(-1)
+    ),
     "a small head": lambda x: F.linear(x.view(64, 1), x.new_ones(1, 1), x.new_full((1,), -4.5)),
 }
 
@@ -349,6 +354,20 @@ HARMLESS = {
 @pytest.mark.parametrize("formula", HARMLESS.values(), ids=HARMLESS)
 def test_what_is_steep_or_small_by_design_or_chance_is_not_accused(formula):
     assert lost_by(formula) == ()
+
+
+def test_a_token_that_recurs_is_not_accused_in_fp16():
+    torch.manual_seed(0)
+    embedding = nn.Embedding(2, 8).half()
+    with amp.debug.trace_rounding(embedding) as trace:
+        output = embedding(torch.zeros(4096, dtype=torch.long))
+        (output * (torch.rand(4096, 8) + 0.5).half()).float().sum().backward()
+    assert trace.worst is None, str(trace)
+
+
+def test_values_below_0_that_are_all_large_are_no_mask():
+    row, *_ = lost_by(lambda x: (1e6 - x * 500) - 1e6)
+    assert (row.op, row.kind) == ("aten.sub", "cancellation")
 
 
 def test_a_gru_near_its_fixed_point_loses_none():

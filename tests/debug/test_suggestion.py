@@ -49,6 +49,19 @@ def test_several_faults_are_all_found():
     assert sorted(suggested(model).modules) == ["1.1", "3.1", "4.1"]
 
 
+def test_frozen_weights_vanishing_gradients_and_autocast_around_it_change_no_verdict():
+    torch.manual_seed(0)
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    # Before a batch norm, the gradient of a bias is 0 but for rounding.
+    layers = nn.Linear(8, 8), nn.BatchNorm1d(8), frozen, rounding_cases.Shift(), nn.Linear(8, 1)
+    model = nn.Sequential(*layers)
+    model[0].unused = nn.Parameter(torch.ones(8))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = amp.debug.suggest_fp32(model, torch.randn(64, 8))
+    assert found.modules == ["3"]
+    assert found.error_after < 0.05
+
+
 def test_a_fault_outside_of_modules_is_noted():
     class Outside(nn.Linear):
         def forward(self, x):

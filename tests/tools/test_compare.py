@@ -67,6 +67,7 @@ def test_torch_s_own_autocast_trains_as_a_plain_loop_does(every):
 
     losses = by_hand(every.target, step)
     assert by_name(every)["autocast-bf16"].training.losses == losses
+    assert {*by_name(every)["autocast-bf16"].training.loss_scales} == {1.0}
 
 
 def test_levels_are_prepared_without_warnings_about_them(tmp_path, monkeypatch):

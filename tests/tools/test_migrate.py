@@ -353,6 +353,7 @@ UNREADABLE = {
     ),
     "old.py": (b"import apex\nprint 1\n", "is not valid Python 3: "),
     "latin.py": (b"# apex \xe9\n", "cannot be decoded: invalid or missing encoding declaration."),
+    "late.py": (USE + b"\n# \xe9\n", "cannot be decoded: 'utf-8' codec can't decode byte"),
     "rot13.py": (b"# coding: rot13\n" + USE, "cannot be decoded: 'rot13' is not a text encoding"),
     "sum.py": (USE + b"x = " + b"+".join([b"1"] * 20_000), "nested too deeply to be read."),
     "null.py": (

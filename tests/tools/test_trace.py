@@ -103,11 +103,18 @@ def test_the_report_names_operator_module_line_values_cause_and_remedy(trace, tm
     assert out.startswith("step 0\n\napex trace")  # the second step did not end
 
 
+def test_data_that_are_too_large_are_no_training_that_diverges(trace):
+    traced = trace(BAD.replace("1e6", "1e10"))
+    check(traced, cli.NOT_FINITE, "First overflow: aten.exp in 1", "remedy 1. clamp the input")
+    assert "diverges" not in traced[1]
+
+
 def test_with_keep_going_the_script_runs_to_its_end(trace):
     code, out, _ = trace(BAD, options=["--keep-going"])
     assert code == cli.NOT_FINITE
     told, ended = out.index("the report follows at the end."), out.index("step 2\n")
     assert told < ended < out.rindex("First overflow: aten.exp in 1")
+    assert out.count("the report follows") == 1
     assert "stopped" not in out
 
 
@@ -465,6 +472,7 @@ ENDS = [
     ("raise ValueError", 1),
     ("raise SystemExit(2)", 2),
     ("this is no Python", 1),
+    ("exec('1 / 0')", 1),
 ]
 
 
@@ -523,9 +531,9 @@ def test_a_script_that_ends_before_its_backward_pass_is_reported(trace, end, cod
 # -- arguments, JSON, errors -----------------------------------------------------------------------
 
 
-def test_json_holds_the_fault_and_how_the_script_ended(trace):
-    trace(BAD, options=["--json", "trace.json"])
-    with open("trace.json") as file:
+def test_json_holds_the_fault_and_how_the_script_ended(trace, tmp_path):
+    trace(f"import os; os.chdir(os.sep)\n{BAD}", options=["--json", "trace.json"])
+    with open(tmp_path / "trace.json") as file:
         data = json.load(file, parse_constant=pytest.fail)
     assert data["first"]["op"] == "aten.exp"
     assert data["first"]["inputs"][0]["shape"] == [2, 2]

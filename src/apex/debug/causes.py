@@ -187,10 +187,6 @@ _LARGE = 1e7
 def _facts(birth: Birth) -> dict[str, Any]:
     """Returns the facts that the conditions of causes.ini name, and those in its braces."""
     info = torch.finfo(birth.dtype)
-    is_large = 1e9 < birth.largest < info.max  # the largest number is a mask's
-    grown = birth.grown
-    if birth.steps and is_large and not birth.fits_fp32:
-        grown = True
     true = birth.true or 0.0
     shown = ""  # beyond float64, or unknown
     if 0.0 < true < math.inf:
@@ -211,7 +207,6 @@ def _facts(birth: Birth) -> dict[str, Any]:
         "empty": any(0 in values.shape for values in birth.inputs),
         "excess": true / birth.scale / info.max,
         "operands": len(birth.inputs),
-        "grown": grown,
         "exceeds_dtype": _exceeds_dtype(birth),
         "limit": f"{info.max:g}",
         "true": shown,

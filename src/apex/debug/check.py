@@ -6,7 +6,6 @@ import copy
 from collections import Counter, OrderedDict
 from contextlib import ExitStack
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -197,7 +196,7 @@ class FrozenUpdates:
         self._average: tuple[float, _Step] | None = None
         # Between the hooks of a step, where the copy of another context may step: the optimizer's
         # parameters, their values before and their intended values.
-        self._wanted: dict[Optimizer, list[tuple[nn.Parameter, Tensor, Tensor]]] = {}
+        self._wanted: dict[Optimizer, list[tuple[Tensor, Tensor, Tensor]]] = {}
         self._hooks = ExitStack()
 
     def __enter__(self) -> FrozenUpdates:
@@ -231,11 +230,7 @@ class FrozenUpdates:
             self.busy = False
         for group in optimizer.param_groups:
             self._check_average(optimizer, group)
-        wanted = []
-        for param, wider in wide.items():
-            if param.grad is not None:
-                wanted.append((param, param.detach().clone(), wider.detach()))
-        self._wanted = {optimizer: wanted}
+        self._wanted = {optimizer: [(param, param.clone(), wider) for param, wider in wide.items()]}
 
     def _check_average(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Records a beta that rounds to 1 in the dtype of the squared gradients' average."""
@@ -255,12 +250,11 @@ class FrozenUpdates:
             # DTensors of torch 2.10 lack `ne` and `count_nonzero`.
             equals = wanted == old.to(wanted.dtype)
             moves = ~equals & torch.isfinite(wanted)
-            stays = moves & (param.detach() == old)
+            stays = moves & (param == old)
             frozen = int(stays.sum())  # sync: a diagnosis on request
             self.wanted += int(moves.sum())  # sync: as above
             self.frozen += frozen
-            if frozen:
-                self._stayed[_step_of(optimizer, param)] += frozen
+            self._stayed[_step_of(optimizer, param)] += frozen
 
     @property
     def worst(self) -> Finding | None:
@@ -268,7 +262,7 @@ class FrozenUpdates:
         if self.share > _MAY_STAY:
             section = "frozen"
             what = self._counts
-            step, _ = max(self._stayed.items(), key=itemgetter(1))
+            [(step, _)] = self._stayed.most_common(1)
         elif self._average is not None:
             section = "an average that cannot fall"
             beta, step = self._average

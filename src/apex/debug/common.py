@@ -126,7 +126,7 @@ class Held(NamedTuple):
     value: Any
 
 
-def held_by(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> Iterator[Held]:
+def held_by(models: Sequence[nn.Module], optimizers: Iterable[Optimizer]) -> Iterator[Held]:
     """Yields the parameters, buffers, gradients, masters and state of models and optimizers."""
     names: dict[Tensor, str] = {}
     for prefix, model in prefixed(models):

@@ -132,7 +132,7 @@ class OpRow:
         """
         if not self.dtypes_in or self.dtype_out in self.dtypes_in:
             return self.dtype_out
-        return max(self.dtypes_in, key=lambda dtype: torch.finfo(getattr(torch, dtype)).bits)
+        return max(self.dtypes_in)  # bfloat16 < float16 < float32 < float64
 
 
 class Total(NamedTuple):
@@ -259,7 +259,7 @@ class _Costs(Trace):
         dtypes_in = tuple(dict.fromkeys(dtypes.name(tensor.dtype) for tensor in inputs))
         dtype_out = dtypes.name(outputs[0].dtype) if outputs else ""
         moved = 0
-        if call.name == _CAST and dtypes_in not in ((), (dtype_out,)) and outputs:
+        if call.name == _CAST and inputs and outputs and dtypes_in != (dtype_out,):
             moved = inputs[0].nbytes + outputs[0].nbytes
         row = OpRow(
             *self._tracker.module,

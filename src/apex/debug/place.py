@@ -12,7 +12,7 @@ import traceback
 import warnings
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,9 +67,7 @@ class Place:
     @property
     def shown(self) -> str:
         """The location and, on a line of its own, the source; ``""`` if there is none."""
-        if not self.source:
-            return self.location
-        return f"{self.location}\n{self.source}"
+        return f"{self.location}\n{self.source}".rstrip()
 
     @property
     def where(self) -> str:
@@ -375,10 +373,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def prefixed(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def prefixed(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yields each model with the prefix of its names, which is ``""`` for a single model."""
     seen = Counter[str]()
-    models = list(models)
     for model in models:
         name = type(model).__name__
         prefix = f"{name}[{seen[name]}]:" if seen[name] else f"{name}:"
@@ -408,8 +405,7 @@ def node_name() -> str:
     node = _current_node()
     if node is None:
         return ""
-    name = str(node.name()).rpartition("::")[2]
-    return name.partition("Backward")[0].strip("_")
+    return str(node.name()).partition("Backward")[0]
 
 
 # -- frames --------------------------------------------------------------------------------------

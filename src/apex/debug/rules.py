@@ -3,10 +3,10 @@
 Note [Tolerance]
     An operator in low precision rounds its result once. Relative to the result's norm, the error
     is at most the dtype's unit roundoff u (eps / 2). Underflow adds at most half the smallest
-    subnormal for each element. torch's kernels accumulate 16-bit sums in fp32, which adds
-    u32 * sqrt(n) for n terms (rounding errors are independent: Higham and Mary, SISC 2019).
-    Kernels that accumulate in the tensor itself (scatters, the gradient of an embedding) round n
-    times, which adds u * sqrt(n).
+    subnormal for each element. torch's kernels accumulate 16-bit sums in fp32, which adds next to
+    nothing. Kernels that accumulate in the tensor itself (scatters, the gradient of an embedding)
+    round n times, which adds u * sqrt(n): rounding errors are independent (Higham and Mary, SISC
+    2019).
 
     The result also contains the errors of the inputs. A well-conditioned operator multiplies them
     by a small constant, of which ``AMPLIFICATION`` is the largest. It also multiplies u, because
@@ -56,7 +56,7 @@ from torch import Tensor
 
 from apex._core import dtypes, tree
 from apex.debug import tracing
-from apex.debug.tracing import Call, operators
+from apex.debug.tracing import Call, floating, operators
 
 AMPLIFICATION = 4.0
 """Factor by which a well-conditioned operator may multiply errors."""
@@ -166,7 +166,7 @@ def distance(values: Tensor, shadow: Tensor) -> Distance:
 
     An element is masked if it is infinite or NaN on either side, or if a mask was added to it.
     """
-    values = tracing.real(values.detach()).double()
+    values = tracing.real(values).double()
     shadow = tracing.real(shadow).double()
     if not values.numel():
         return Distance(0.0, 0.0)
@@ -190,7 +190,7 @@ def _masked(shadow: Tensor) -> Tensor | None:
         return None
     masked = shadow < least / 2
     largest = float(torch.where(masked, 0.0, shadow).abs().amax())
-    if 50.0 * largest >= -least or bool(masked.all()):
+    if not largest or 50.0 * largest >= -least:
         return None
     return masked
 
@@ -203,8 +203,7 @@ def distance_of_result(call: Call, values: Tensor, shadow: Tensor) -> Distance:
     """
     if call.base not in SOFTMAXES:
         return distance(values, shadow)
-    values = values.detach().double()
-    shadow = shadow.double()
+    values = values.double()
     if call.base == "log_softmax":
         values = values.exp()
         shadow = shadow.exp()
@@ -255,15 +254,9 @@ def limit_in_fp32(call: Call, argument: Any) -> Any:
 
 def sum_bound(call: Call, result: Tensor) -> float:
     """Returns the part of the relative bound that grows with the number of terms of a sum."""
-    if call.base in _IN_PLACE_SUMS:
-        return roundoff(result.dtype) * math.sqrt(_repeats(call))
-    if call.base not in _SUMS:
+    if call.base not in _IN_PLACE_SUMS:
         return 0.0
-    terms = 1
-    for operand in call.args:
-        if isinstance(operand, Tensor):
-            terms = max(terms, operand.numel())
-    return roundoff(torch.float32) * math.sqrt(terms)
+    return roundoff(result.dtype) * math.sqrt(_repeats(call))
 
 
 def _repeats(call: Call) -> int:
@@ -320,15 +313,11 @@ def changed_a_little(call: Call) -> Tensor | None:
     if call.base == "native_batch_norm":
         named = call.named
         running_mean: Tensor | None = named["running_mean"]
-        if named["training"] and 0.0 < named["momentum"] < SMALL:
+        if named["momentum"] < SMALL:
             return running_mean
         return None
-    if not call.args:
-        return None
-    value = call.args[0]
-    if isinstance(value, list) and value:
-        value = value[0]
-    if isinstance(value, Tensor) and _is_small_change(call, value):
+    value = next(floating(call.args[:1]), None)
+    if value is not None and _is_small_change(call, value):
         return value
     return None
 

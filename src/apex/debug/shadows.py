@@ -147,7 +147,7 @@ def can_shadow(tensor: Tensor) -> bool:
 
 def own_values(tensor: Tensor) -> Tensor:
     """Returns a tensor's own values, in fp32 instead of 16 bits; does not copy others."""
-    values = with_memory(tensor).detach()
+    values = with_memory(tensor)
     if dtypes.is_low_precision(tensor):
         values = values.float()
     return values
@@ -436,7 +436,7 @@ class Results:
         change = exact - before
         if rules.norm(change) > rules.SMALL * rules.norm(before):
             return 0.0
-        return rules.distance(low.detach() - before, change).relative
+        return rules.distance(low - before, change).relative
 
     def _kind(self, index: int, error: float) -> str:
         """Returns what lost digits, as in ``RoundingRow``."""

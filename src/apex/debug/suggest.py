@@ -269,9 +269,9 @@ class _Trials:
 
     def _run(self, model: nn.Module, fp32: list[str], *, trace: bool) -> float:
         """Prepares a model in a session that affects no other model, and runs it."""
-        plan = frontend._plan(self._policy, fp32_modules=tuple(fp32))
+        plan = frontend._plan(self._policy, fp32_modules=fp32)
         inputs.check_models([model], plan)
-        session = new_session(self._policy, ScaleRule(), models=[model], made_by="suggest")
+        session = new_session(self._policy, ScaleRule(), made_by="suggest")
         try:
             prepare(session, [model], [], plan, ExitStack())
             if trace:
@@ -284,7 +284,7 @@ class _Trials:
 
     @torch.enable_grad()
     def _gradients(self, model: nn.Module) -> dict[str, Tensor]:
-        """Runs a model; returns the gradients of its parameters in fp32, by name."""
+        """Runs a model; returns the gradients of its parameters by name."""
         given, keywords = self._arguments
         with common.casts_off(), common.preserve_state(model, self._arguments):
             output = model(*given, **keywords)
@@ -292,7 +292,7 @@ class _Trials:
             params = {name: param for name, param in named_parameters(model) if param.requires_grad}
             gradients = common.gradients(loss, list(params.values()))
         named = zip(params, gradients, strict=True)
-        return {name: grad.to_dense().float() for name, grad in named if grad is not None}
+        return {name: grad for name, grad in named if grad is not None}
 
     def _error(self, gradients: dict[str, Tensor]) -> float:
         """Returns the distance of the gradients from fp32's; see :class:`Suggestion`."""

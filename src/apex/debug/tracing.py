@@ -510,10 +510,9 @@ def largest_in_double(call: Call) -> float | None:
         return None
     try:
         call = call.mapped(_widened)
-        # autocast is off in a dispatch mode. A block that disables it would deadlock here, because
-        # torch holds the lock of its weight cache while it casts a weight.
-        with torch.no_grad():
-            result = call.run()
+        # autograd and autocast are off in a dispatch mode. A block that disables autocast would
+        # deadlock here, because torch holds the lock of its weight cache while it casts a weight.
+        result = call.run()
     except (RuntimeError, TypeError):  # some kernels and devices lack float64
         return None
     largest = 0.0
@@ -528,4 +527,4 @@ def _widened(argument: Any) -> Any:
     """Returns a tensor in the widest dtype of its kind, or the widest dtype for a dtype."""
     if not isinstance(argument, Tensor):
         return WIDE.get(argument, argument)
-    return argument.detach().to(WIDE.get(argument.dtype, argument.dtype))
+    return argument.to(WIDE.get(argument.dtype, argument.dtype))

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
+from apex.debug.place import is_user_file
 from apex.tools.errors import InputError
 from apex.tools.failure import format_error
 from apex.tools.source import check_no_notebook
@@ -110,15 +111,13 @@ class Script:
 def _status(code: object) -> int:
     """Returns the exit status of ``sys.exit(code)``; prints ``code`` if it is a message."""
     if code is None or isinstance(code, int):
-        return int(code or 0) & 0xFF
+        return (code or 0) & 0xFF
     sys.stderr.write(f"{code}\n")
     return 1
 
 
 def _own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
     """Returns a traceback that begins with the script's first frame; None without such a frame."""
-    own_files = {__file__, runpy.__file__, "<frozen runpy>"}
-    inner = trace
-    while inner is not None and inner.tb_frame.f_code.co_filename in own_files:
-        inner = inner.tb_next
-    return inner
+    while trace is not None and not is_user_file(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace

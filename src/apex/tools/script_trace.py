@@ -40,7 +40,7 @@ class Seen:
     steps_before: int
     certain: bool
     harmless: bool
-    gradients: tuple[str, ...]
+    gradients: list[str]
     operators: int
     steps: int
     passes: int
@@ -77,7 +77,7 @@ class ScriptTrace(OverflowTrace):
             steps_before=births.steps if first is None else first.steps,
             certain=births.certain,
             harmless=first is not None and first.limited and first not in births.reached,
-            gradients=tuple(births.gradients),
+            gradients=births.gradients,
             operators=births.time,
             steps=births.steps,
             passes=births.passes,

@@ -76,7 +76,7 @@ def python_2(error: BaseException) -> str:
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Returns a question that suggests the most similar public name; empty if none is similar."""
     by_lower_case = {public.lower(): public for public in names if not public.startswith("_")}
-    similar = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.75)
+    similar = difflib.get_close_matches(name.lower(), by_lower_case, cutoff=0.75)
     if not similar:
         return ""
     return f" Did you mean {by_lower_case[similar[0]]}?"

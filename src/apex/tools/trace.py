@@ -113,10 +113,8 @@ def trace(script: Script, *, keep_going: bool, notify: Callable[[str], None]) ->
     def on_fault() -> None:
         if not keep_going:
             raise FaultFound
-        first = running.seen().first
-        if first is not None:
-            fault, _, _ = headed(first).partition("\n")
-            notify(_marked(f"{fault}; the report follows at the end."))
+        fault, _, _ = str(running).partition("\n")
+        notify(_marked(f"{fault}; the report follows at the end."))
 
     with ScriptTrace(on_fault=on_fault) as running:
         ending = script.run()
@@ -148,7 +146,7 @@ def _marked(text: str) -> str:
     number = rank()
     if number is None:
         return text
-    return textwrap.indent(text, f"[rank {number}] ", lambda _: True)
+    return textwrap.indent(text, f"[rank {number}] ")
 
 
 _MADE = {

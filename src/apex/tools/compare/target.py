@@ -89,10 +89,10 @@ def open_target(target: str, *, seed: int = 0) -> Iterator[Build]:
     try:
         with Script(str(path)).as_python():
             seed_all(seed)
-            first = _made(str(path), _executed(path), function)
+            first = _made(path, _executed(path), function)
             yield functools.partial(_copied, first)
     finally:
-        sys.modules.pop(_MODULE, None)
+        del sys.modules[_MODULE]
 
 
 def seed_all(seed: int) -> None:
@@ -150,7 +150,7 @@ def _executed(path: Path) -> ModuleType:
     return module
 
 
-def _made(target: str, module: ModuleType, function: str) -> Experiment:
+def _made(target: Path, module: ModuleType, function: str) -> Experiment:
     names = vars(module)
     if not function and PARTS.keys() <= names.keys():
         return _checked(target, names)
@@ -164,7 +164,7 @@ def _made(target: str, module: ModuleType, function: str) -> Experiment:
     return _checked(target, parts)
 
 
-def _checked(target: str, parts: Any) -> Experiment:
+def _checked(target: Path, parts: Any) -> Experiment:
     if isinstance(parts, tuple | list) and len(parts) in (4, 5):
         parts = dict(zip((*PARTS, "evaluate"), parts, strict=False))
     if not isinstance(parts, Mapping) or not PARTS.keys() <= parts.keys():

@@ -57,7 +57,7 @@ class Trainer:
 
     def _casts(self, *, on: bool) -> torch.autocast:
         device = self.device.type
-        return torch.autocast(device, self._level.dtype, enabled=on, cache_enabled=on)
+        return torch.autocast(device, self._level.dtype, enabled=on)
 
     def backward(self, batch: Any) -> Tensor:
         """Returns the loss (0-d, detached) after its backward pass."""

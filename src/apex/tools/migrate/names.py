@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from apex.tools.migrate.definitions import (
-    ROOTS,
     bindings,
     definition_of,
     is_of_apex,
@@ -42,12 +41,6 @@ class Name(NamedTuple):
     line: int
     keywords: tuple[str, ...] = ()
     values: Mapping[str, Any] = {}
-
-
-def is_worth_parsing(text: str) -> bool:
-    """Returns whether a source may use apex, or what old scripts use beside it."""
-    words = {name.partition(".")[0] for name in (*ROOTS, *OPTIMIZERS, *GONE)}
-    return any(word in text for word in words)
 
 
 def names(tree: ast.Module) -> list[Name]:

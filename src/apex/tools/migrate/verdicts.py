@@ -92,7 +92,7 @@ def _check_optimizer(definition: Definition, values: Mapping[str, Any]) -> None:
 
     constructor = getattr(importlib.import_module(definition.module), definition.name)
     if issubclass(constructor, torch.optim.Optimizer):
-        param = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
+        param = torch.zeros(1, dtype=torch.float32, device="cpu")
         constructor([param], **{"lr": 0.1, **values})
 
 
