@@ -132,7 +132,7 @@ class OpRow:
         """
         if not self.dtypes_in or self.dtype_out in self.dtypes_in:
             return self.dtype_out
-        return max(self.dtypes_in)  # bfloat16 < float16 < float32 < float64
+        return max(self.dtypes_in, key=lambda dtype: torch.finfo(getattr(torch, dtype)).bits)
 
 
 class Total(NamedTuple):

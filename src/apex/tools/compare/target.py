@@ -92,7 +92,7 @@ def open_target(target: str, *, seed: int = 0) -> Iterator[Build]:
             first = _made(path, _executed(path), function)
             yield functools.partial(_copied, first)
     finally:
-        del sys.modules[_MODULE]
+        sys.modules.pop(_MODULE, None)  # which a script may have removed
 
 
 def seed_all(seed: int) -> None:
