@@ -47,7 +47,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("a mixed norm's dtype", "normalization/fused_layer_norm.py",
      "weight, bias, eps, out=weight.dtype", "weight, bias, eps, out=input.dtype"),
     ("casts on in `step`", "_engine/optimizer/prepared.py",
-     "    uncast = ambient.UncastBlock()\n", "    uncast = nullcontext()\n"),
+     "    uncast = ambient.UncastBlock(ambient.devices_on())\n", "    uncast = nullcontext()\n"),
     ("a host sync in a fused step", "_engine/optimizer/prepared.py",
      "return run(), flag\n", "return run(), bool(flag.tolist())\n"),
     ("`no_sync` gradients unsent", "_torch/ddp.py",
