@@ -311,15 +311,12 @@ def changed_a_little(call: Call) -> Tensor | None:
     Of the list of a foreach operator, the first tensor counts. See Note [Small changes].
     """
     if call.base == "native_batch_norm":
-        named = call.named
-        running_mean: Tensor | None = named["running_mean"]
-        if named["momentum"] < SMALL:
-            return running_mean
-        return None
-    value = next(floating(call.args[:1]), None)
-    if value is not None and _is_small_change(call, value):
-        return value
-    return None
+        value: Tensor | None = call.named["running_mean"]
+        is_small = call.named["momentum"] < SMALL
+    else:
+        value = next(floating(call.args[:1]), None)
+        is_small = value is not None and _is_small_change(call, value)
+    return value if is_small else None
 
 
 def _is_small_change(call: Call, value: Tensor) -> bool:
