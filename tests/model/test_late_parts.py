@@ -187,6 +187,12 @@ def test_an_input_that_no_level_casts_gets_torch_s_own_error(level):
             model(loops.batch()[0].to(dtype))
 
 
+def test_an_error_about_shapes_keeps_torch_s_own_text(level):
+    model, _ = prepare(level)
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied \(\w+ and \w+\)$"):
+        model(torch.ones(3, 5))
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_mask_that_fp16_cannot_hold_is_named_with_the_one_that_it_can(level):
     class Masked(nn.Linear):
