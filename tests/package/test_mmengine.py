@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -258,6 +259,26 @@ def train_on_rank(rank, level):
             output = parallel(features(10 * rank + step))
         wrapper.update_params(output.float().pow(2).mean())
     return [value.tolist() for value in values(wrapper)]
+
+
+def train_parts_on_rank(rank, level):
+    """An update of a model whose children are wrapped, one by one."""
+    from mmengine.model import MMSeparateDistributedDataParallel
+
+    warnings.simplefilter("ignore", FutureWarning)  # of an argument that MMEngine gives to DDP
+    model = nn.Sequential(net(seed=rank), nn.Linear(2, 2))
+    parallel = MMSeparateDistributedDataParallel(model)
+    _, wrapper = wrapped(Ours, level, model=model)
+    with wrapper.optim_context(parallel):
+        output = model(features(rank))
+    wrapper.update_params(output.float().pow(2).mean())
+    return [value.tolist() for value in values(wrapper)]
+
+
+@pytest.mark.distributed
+def test_ranks_stay_together_where_each_child_has_a_wrapper(on_two_ranks, level):
+    first, second = on_two_ranks(train_parts_on_rank, level)
+    assert first == second
 
 
 @pytest.mark.distributed
