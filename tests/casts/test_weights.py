@@ -473,18 +473,6 @@ def test_gradients_that_inference_mode_enables_have_no_effect(level):
     compare(scenario, level)
 
 
-@pytest.mark.parametrize("transform_first", [True, False])
-def test_a_transform_shares_no_cast_with_the_passes_around_it(level, transform_first):
-    def scenario(model, optimizer):
-        outputs = [] if transform_first else [model(X)]
-        gradient = torch.func.grad(lambda x: model(x).square().sum())(X)
-        outputs.append(model(X))
-        sum(output.square().sum() for output in outputs).backward()
-        return [gradient, *outputs, *grads(model.parameters())]
-
-    compare(scenario, level)
-
-
 @pytest.mark.parametrize("level", LOW)
 def test_a_pass_without_gradients_around_one_with_gradients_keeps_no_cast(level):
     layer, inner = nn.Linear(4, 4), nn.Linear(4, 4)

@@ -186,6 +186,28 @@ def test_training_goes_on_exactly_from_a_checkpoint_of_either_class(first, kind,
     assert scale(wrapper) < 2.0**16
 
 
+def test_scales_that_wait_for_the_first_iteration_are_saved_as_they_were_loaded():
+    model, wrapper = wrapped(Ours, "O5", loss_scale="dynamic")
+    overflow(model, wrapper)
+    state = wrapper.state_dict()
+    resumed = wrapped(Ours, "O5", loss_scale="dynamic")[1]
+    resumed.load_state_dict(state)
+    assert state["apex_amp"]["loss_scaler0"]["loss_scale"] == 2.0**15
+    assert resumed.state_dict()["apex_amp"] == state["apex_amp"]
+
+
+def test_a_disabled_wrapper_trains_without_amp():
+    model, wrapper = wrapped(Ours, "O5", enabled=False)
+    iterate(model, wrapper, range(2))
+    plain = net()
+    optimizer = sgd(plain)
+    for step in range(2):
+        loss_of(plain, features(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(model.state_dict(), plain.state_dict(), **EXACT)
+
+
 def test_a_plain_checkpoint_leaves_the_scales_as_they_are():
     model, wrapper = wrapped(Ours, "O5", loss_scale="dynamic")
     overflow(model, wrapper)

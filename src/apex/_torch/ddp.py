@@ -61,7 +61,8 @@ def unsent_dtypes(wrapper: DistributedDataParallel) -> set[torch.dtype]:
     casts = attributes.get("mixed_precision") is not None
     if attributes.get("logger") is None or SENDS_LATER in attributes or casts:
         return set()
-    made_for = str(wrapper._get_ddp_logging_data().get("dtypes", ""))
+    report: Any = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    made_for = str(report.get("dtypes", ""))
     unsent = set()
     for param in attributes.get("_module_parameters", ()):
         name = _NAMES_IN_C.get(param.dtype, "")
