@@ -33,7 +33,7 @@ def test_o4_with_fp16_casts_runs_gelu_in_fp32():
     assert gelu_of(torch.float16) is torch.float32
 
 
-@pytest.mark.skipif(TORCH_VERSION < (2, 11), reason="the table is of later kernels of rms_norm")
+@pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="the table is of later kernels of rms_norm")
 def test_the_rows_dropped_at_o4_are_those_that_only_guard_the_range_of_fp16():
     names = op_errors.names()
     ranges = {op for each in op_errors.measured() if each.range_only for op in names[each.name]}

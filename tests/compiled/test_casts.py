@@ -36,6 +36,32 @@ def test_user_functions_cast(wrap, given, wanted):
     assert run(torch.ones(2, dtype=given), torch.ones(2, dtype=torch.bfloat16)).dtype is wanted
 
 
+doubled, _ = compiled(lambda x: x + x)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return doubled(grad)
+
+
+def test_compiled_code_runs_in_a_block_and_in_backward_as_one_graph(session):
+    model, optimizer = session
+    run, graphs = compiled(model)
+    x = torch.randn(3, 4, requires_grad=True)
+    loss = model(Doubled.apply(x)).float().sum()
+    (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert same(run(x), model(x))
+        scaled_loss.backward()
+    assert graphs.frame_count == 1
+    assert same(x.grad, grad)
+
+
 class Loop(nn.Linear):
     def forward(self, x):
         for _ in range(5):

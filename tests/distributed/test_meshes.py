@@ -9,7 +9,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from apex import amp
 from apex.optimizers import FusedLAMB
 from tests.support import loops
-from tests.support.features import averages_on_cpu, shards_on_cpu, unbinds_dtensors
+from tests.support.features import (
+    averages_on_cpu,
+    replicas_on_cpu,
+    shards_on_cpu,
+    unbinds_dtensors,
+)
 from tests.support.loops import same, scaled_backward
 from tests.support.sharding import mesh, net, shard
 
@@ -66,7 +71,10 @@ def trained_on(rank, parallel, level, amps):
     return [param.full_tensor().detach() for param in model.parameters()]
 
 
-@loops.every(level=["O0", "O1", "O4"], parallel=PARALLEL)
+@loops.every(
+    level=["O0", "O1", "O4"],
+    parallel=[pytest.param("HSDP", marks=replicas_on_cpu), "TP", "TP + FSDP2"],
+)
 def test_every_mesh_trains_as_without_amp(on_ranks, parallel, level):
     expected = on_ranks(4, trained_on, parallel, level, False)
     found = on_ranks(4, trained_on, parallel, level, True)

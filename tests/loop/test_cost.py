@@ -40,6 +40,15 @@ def test_an_iteration_with_any_other_optimizer_has_at_most_one_host_read_more(le
     assert reads_of(*pair, loops.train_step, steps=3) <= own + 3
 
 
+def test_a_loss_through_many_branches_is_scaled_in_a_moment(level):
+    """A walk along each path of its graph would not end."""
+    model, optimizer = loops.prepared(level)
+    loss = model(loops.batch()[0]).float().mean()
+    for _ in range(64):
+        loss = (loss + loss) / 2
+    loops.scaled_backward(loss, optimizer)
+
+
 class CountedLayer(nn.Linear):
     """Counts the walks through its modules."""
 

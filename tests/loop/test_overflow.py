@@ -61,6 +61,20 @@ def test_an_overflow_of_one_loss_moves_its_scale_and_skips_the_optimizers_given_
     assert scales == [2.0**15 if loss_id == bad else 2.0**16 for loss_id in range(3)]
 
 
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+@pytest.mark.parametrize("overflows", [True, False])
+def test_a_pass_that_creates_a_graph_is_checked(level, overflows):
+    model, optimizer = loops.prepared(level, **DYNAMIC)
+    before = loops.masters(optimizer)
+    loss = loops.loss_of(model, *(loops.overflowing() if overflows else loops.batch()))
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward(create_graph=True)
+    optimizer.step()
+    assert loops.same(before, loops.masters(optimizer)) == overflows
+    for param in model.parameters():
+        param.grad = None  # and so the graph, which refers to the parameters
+
+
 # -- closures, hooks and schedulers ----------------------------------------------------------
 
 

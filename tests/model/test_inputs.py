@@ -522,7 +522,7 @@ def test_a_cache_that_is_not_cast_is_written_and_nothing_is_said(caplog, level, 
 
 
 @pytest.mark.parametrize("level", ["O1", "O5"])
-@pytest.mark.skipif(TORCH_VERSION < (2, 11), reason="this torch traces no copy.copy")
+@pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="this torch traces no copy.copy")
 def test_such_inputs_compile_as_one_graph(level):
     class Sum(nn.Module):
         def forward(self, point, batch, tokens, named, exact):

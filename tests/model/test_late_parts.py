@@ -142,10 +142,16 @@ class Recurrent(nn.Module):
         return self.cell(x, (state, state) if type(self.cell) is nn.LSTM else state)[0]
 
 
-@pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM, nn.GRU, nn.RNN])
+class Scattered(nn.Linear):
+    def forward(self, x):
+        rows = super().forward(x.to(self.weight.dtype))
+        return torch.zeros(3, 4).scatter_add(0, torch.zeros(3, 4, dtype=torch.int64), rows)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Scattered, nn.LSTM, nn.GRU, nn.RNN])
 def test_a_tensor_that_the_forward_makes_is_named_with_the_remedies(level, kind):
     def made():
-        return nn.Sequential(Time(), nn.Linear(4, 4) if kind is nn.Linear else Recurrent(kind))
+        return nn.Sequential(Time(), kind(4, 4) if issubclass(kind, nn.Linear) else Recurrent(kind))
 
     model, _ = prepare(level, made())
     with pytest.raises(RuntimeError, match=r"created inside forward(.|\n)*fp32_modules"):
@@ -173,11 +179,18 @@ def test_an_operator_without_a_16_bit_kernel_is_told_with_the_remedy(level, of):
         model(torch.ones(4, 4))
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64])
-def test_an_input_that_no_level_casts_gets_torch_s_own_error(level, dtype):
+def test_an_input_that_no_level_casts_gets_torch_s_own_error(level):
     model, _ = prepare(level)
-    with pytest.raises(RuntimeError, match=r"but got \w+ and B?\w+$"):
-        model(loops.batch()[0].to(dtype))
+    integers = torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
+    for dtype in (*integers, torch.bool, torch.complex64):
+        with pytest.raises(RuntimeError, match=r"but got \w+ and B?\w+$"):
+            model(loops.batch()[0].to(dtype))
+
+
+def test_an_error_about_shapes_keeps_torch_s_own_text(level):
+    model, _ = prepare(level)
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied \(\w+ and \w+\)$"):
+        model(torch.ones(3, 5))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])

@@ -11,7 +11,7 @@ from tests.support import loops
 
 LIGHTNING = "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"
 MISSING = [
-    ("lightning", LIGHTNING),
+    ("lightning", [f"{package}.plugins.precision" for package in LIGHTNING]),
     ("transformers", ("transformers",)),
     ("mmengine", ("mmengine.model", "mmengine.optim", "mmengine.registry")),
 ]

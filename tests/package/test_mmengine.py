@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -185,6 +186,28 @@ def test_training_goes_on_exactly_from_a_checkpoint_of_either_class(first, kind,
     assert scale(wrapper) < 2.0**16
 
 
+def test_scales_that_wait_for_the_first_iteration_are_saved_as_they_were_loaded():
+    model, wrapper = wrapped(Ours, "O5", loss_scale="dynamic")
+    overflow(model, wrapper)
+    state = wrapper.state_dict()
+    resumed = wrapped(Ours, "O5", loss_scale="dynamic")[1]
+    resumed.load_state_dict(state)
+    assert state["apex_amp"]["loss_scaler0"]["loss_scale"] == 2.0**15
+    assert resumed.state_dict()["apex_amp"] == state["apex_amp"]
+
+
+def test_a_disabled_wrapper_trains_without_amp():
+    model, wrapper = wrapped(Ours, "O5", enabled=False)
+    iterate(model, wrapper, range(2))
+    plain = net()
+    optimizer = sgd(plain)
+    for step in range(2):
+        loss_of(plain, features(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(model.state_dict(), plain.state_dict(), **EXACT)
+
+
 def test_a_plain_checkpoint_leaves_the_scales_as_they_are():
     model, wrapper = wrapped(Ours, "O5", loss_scale="dynamic")
     overflow(model, wrapper)
@@ -258,6 +281,26 @@ def train_on_rank(rank, level):
             output = parallel(features(10 * rank + step))
         wrapper.update_params(output.float().pow(2).mean())
     return [value.tolist() for value in values(wrapper)]
+
+
+def train_parts_on_rank(rank, level):
+    """An update of a model whose children are wrapped, one by one."""
+    from mmengine.model import MMSeparateDistributedDataParallel
+
+    warnings.simplefilter("ignore", FutureWarning)  # of an argument that MMEngine gives to DDP
+    model = nn.Sequential(net(seed=rank), nn.Linear(2, 2))
+    parallel = MMSeparateDistributedDataParallel(model)
+    _, wrapper = wrapped(Ours, level, model=model)
+    with wrapper.optim_context(parallel):
+        output = model(features(rank))
+    wrapper.update_params(output.float().pow(2).mean())
+    return [value.tolist() for value in values(wrapper)]
+
+
+@pytest.mark.distributed
+def test_ranks_stay_together_where_each_child_has_a_wrapper(on_two_ranks, level):
+    first, second = on_two_ranks(train_parts_on_rank, level)
+    assert first == second
 
 
 @pytest.mark.distributed

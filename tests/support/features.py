@@ -20,6 +20,12 @@ shards_on_cpu = pytest.mark.skipif(
 )
 """Marks tests in which a model that ``fully_shard`` splits computes, on a CPU."""
 
+replicas_on_cpu = pytest.mark.skipif(
+    TORCH_VERSION < (2, 8),
+    reason="fully_shard of this torch averages over replicas by an operation that gloo lacks",
+)
+"""Marks tests in which ``fully_shard`` replicates shards, on a CPU."""
+
 averages_on_cpu = pytest.mark.skipif(
     TORCH_VERSION < (2, 9), reason="fully_shard of this torch adds gradients on gloo"
 )
@@ -35,6 +41,12 @@ copies_before_saving = pytest.mark.skipif(
     reason="async_save of this torch (2.6) saves what training writes on a CPU in the meantime",
 )
 """Marks tests that train while a checkpoint is saved."""
+
+lets_models_go = pytest.mark.skipif(
+    TORCH_VERSION == (2, 7),
+    reason="get_state_dict of this torch (2.7) keeps the last model alive, also without amp",
+)
+"""Marks tests that save a model's ``get_state_dict`` in their own process."""
 
 pipelines_on_cpu = pytest.mark.skipif(
     TORCH_VERSION == (2, 9),

@@ -56,13 +56,13 @@ def unsent_dtypes(wrapper: DistributedDataParallel) -> set[torch.dtype]:
     With the dtype of a parameter autograd drops the wrapper's hook, which sends the gradient.
     """
     # Private in torch: the parameters, and the dtypes that the reducer was made for. Without them,
-    # or where the wrapper itself sends later or casts, the result is empty.
+    # as in a wrapper of wrappers, or where it sends later or casts itself, the result is empty.
     attributes = vars(wrapper)
-    report = getattr(wrapper, "_get_ddp_logging_data", None)
     casts = attributes.get("mixed_precision") is not None
-    if report is None or SENDS_LATER in attributes or casts:
+    if attributes.get("logger") is None or SENDS_LATER in attributes or casts:
         return set()
-    made_for = str(report().get("dtypes", ""))
+    report: Any = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    made_for = str(report.get("dtypes", ""))
     unsent = set()
     for param in attributes.get("_module_parameters", ()):
         name = _NAMES_IN_C.get(param.dtype, "")
@@ -82,17 +82,17 @@ def is_joining(wrapper: DistributedDataParallel) -> bool:
 
 
 def rebuild_reducer(model: nn.Module) -> None:
-    """Recreates the reducer of a DistributedDataParallel if its parameters' dtypes have changed.
+    """Recreates the reducers of DistributedDataParallels whose parameters' dtypes have changed.
 
-    The reducer's buckets have the old dtype, and autograd dropped its hooks with the change. In
-    torch, only restoring the state of a pickled wrapper creates a new reducer. Other models are
-    left alone.
+    A reducer's buckets have the old dtype, and autograd dropped its hooks with the change. In
+    torch, only restoring the state of a pickled wrapper creates a new reducer.
     """
-    if isinstance(model, DistributedDataParallel) and unsent_dtypes(model):
-        wrapper: Any = model  # torch does not annotate these methods
-        wrapper.__setstate__(wrapper.__getstate__())
-        hooks = vars(model).get("_comm_hooks", [])
-        registered = [*hooks]
-        hooks.clear()
-        for hook, state in registered:
-            wrapper.register_comm_hook(state, hook)
+    for module in model.modules():  # MMEngine has a wrapper of wrappers
+        if isinstance(module, DistributedDataParallel) and unsent_dtypes(module):
+            wrapper: Any = module  # torch does not annotate these methods
+            wrapper.__setstate__(wrapper.__getstate__())
+            hooks = vars(module).get("_comm_hooks", [])
+            registered = [*hooks]
+            hooks.clear()
+            for hook, state in registered:
+                wrapper.register_comm_hook(state, hook)

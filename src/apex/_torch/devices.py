@@ -17,7 +17,7 @@ from apex._torch.modules import named_tensors
 def accelerator() -> torch.device | None:
     """Returns the accelerator of this machine, or ``None``.
 
-    Before torch 2.7 ``current_accelerator`` names what torch was built for.
+    ``current_accelerator`` names what torch was built for, whether this machine has it or not.
     """
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 

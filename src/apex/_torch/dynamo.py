@@ -21,7 +21,7 @@ _eval_frame: Any = torch._C._dynamo.eval_frame
 
 def _mark(fn: Callable[P, R], *, recursive: bool, disable: bool = True) -> Callable[P, R]:
     set_strategy = getattr(_eval_frame, "set_code_exec_strategy", None)
-    if set_strategy is None:  # before torch 2.8
+    if set_strategy is None:  # torch 2.6
         marked: Any = _without_dynamo(fn) if recursive else fn
         _eval_frame.skip_code(marked.__code__)
     else:
@@ -60,14 +60,10 @@ def untraced_frame(fn: Callable[P, R]) -> Callable[P, R]:
     return _mark(fn, recursive=False)
 
 
-traces_function_modes = TORCH_VERSION >= (2, 8)
-"""Whether dynamo traces the code of function modes."""
-
-
 def inlined(fn: Callable[P, R]) -> Callable[P, R]:
     """Marks ``fn`` as :func:`untraced` does, except where compiled code traces a call."""
-    # Before torch 2.8, dynamo cannot trace the wrapper that turns it off for calls.
-    return _mark(fn, recursive=traces_function_modes, disable=False)
+    # Dynamo of torch 2.6 cannot trace the wrapper that turns it off for calls.
+    return _mark(fn, recursive=TORCH_VERSION >= (2, 7), disable=False)
 
 
 def at_tracing(fn: Callable[P, R]) -> Callable[P, R]:
@@ -84,8 +80,8 @@ def recompile_on_change(function: Callable[..., object], *args: Hashable) -> Non
     compiles the code again. The guard keeps the arguments and the result alive.
     """
     context: Any = torch._guards.TracingContext.try_get()
-    sources: Any = sys.modules.get("torch._dynamo.source")
-    if context is not None and sources is not None:  # neither in an export without dynamo
+    if context is not None:  # as in an export without dynamo, before torch 2.9
+        sources: Any = sys.modules["torch._dynamo.source"]
         create = _guard_of(function, args, function(*args))
         guard: Any = torch._guards.Guard(sources.GlobalStateSource(), create)
         context.guards_context.dynamo_guards.add(guard)

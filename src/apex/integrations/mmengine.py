@@ -31,22 +31,8 @@ __all__ = ["APEX_OPTIM_WRAPPERS", "ApexOptimWrapper"]
 SCOPE = "apex"
 
 
-class _ScopedRegistry(Registry):
-    """A registry that also finds classes by their full path, which starts with its scope.
-
-    In a dumped config, MMEngine writes a class as ``apex.integrations.mmengine.ApexOptimWrapper``
-    and strips the scope before it queries the registry of that scope.
-    """
-
-    def get(self, key: str) -> Any:
-        """Returns the class that is registered or importable under ``key``."""
-        if key not in self.module_dict:
-            key = f"{self.scope}.{key}"
-        return super().get(key)
-
-
 # MMEngine's root registry has its own class of this name; a child registry keeps both reachable.
-APEX_OPTIM_WRAPPERS = _ScopedRegistry("optim_wrapper", parent=OPTIM_WRAPPERS, scope=SCOPE)
+APEX_OPTIM_WRAPPERS = Registry("optim_wrapper", parent=OPTIM_WRAPPERS, scope=SCOPE)
 
 
 @APEX_OPTIM_WRAPPERS.register_module()

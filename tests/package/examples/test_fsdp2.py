@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from tests.package.examples.conftest import EXAMPLES
-from tests.support.features import shards_on_cpu
+from tests.support.features import lets_models_go, shards_on_cpu
 from tests.support.ranks import run_script
 
 pytestmark = [
     pytest.mark.distributed,
     shards_on_cpu,
+    lets_models_go,
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed"),
 ]
 
