@@ -80,8 +80,8 @@ def recompile_on_change(function: Callable[..., object], *args: Hashable) -> Non
     compiles the code again. The guard keeps the arguments and the result alive.
     """
     context: Any = torch._guards.TracingContext.try_get()
-    if context is not None:  # as in an export without dynamo, before torch 2.9
-        sources: Any = sys.modules["torch._dynamo.source"]
+    sources: Any = sys.modules.get("torch._dynamo.source")
+    if context is not None and sources is not None:  # neither in an export without dynamo
         create = _guard_of(function, args, function(*args))
         guard: Any = torch._guards.Guard(sources.GlobalStateSource(), create)
         context.guards_context.dynamo_guards.add(guard)

@@ -11,7 +11,11 @@ _MIXED_INPUTS = re.compile(  # oneDNN says it of a state in another dtype
 )
 _NOT_FLOATING = re.compile(r"\b(char|short|int|long|bool|byte)\b|Complex", re.IGNORECASE)
 _NO_ROOM = re.compile("value cannot be converted to type .*(Half|BFloat16) without overflow")
-_NO_KERNEL = re.compile("tensors?, but got (Half|BFloat16)|float (or|and) double")
+_NO_KERNEL = re.compile(
+    "not implemented for '(Half|BFloat16)'|[Ll]ow precision dtypes not supported"
+    "|Unsupported dtype (Half|BFloat16)|tensors?(,? but got|( of type)?:) (Half|BFloat16)"
+    "|[Ff]loat(,| or| and) [Dd]ouble"
+)
 
 
 def mixes_dtypes(error: RuntimeError) -> bool:
