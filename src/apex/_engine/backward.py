@@ -355,8 +355,10 @@ class BackwardPass:
         """Unscales the gradients; after an exception, restores the earlier ones."""
         if self._mode is not None:
             self._mode.__exit__(exception_type, error, traceback)
+            self._mode = None
         for shards in self._scaled_shards:
             shards.multiply_unsent(1.0 / self._scale, sends=False)
+        self._scaled_shards = []
         self.session.observer.pass_ends(self)
         if error is not None:
             self._abort()

@@ -221,7 +221,7 @@ class PreparedOptimizer:
             scaled: Whether the pass multiplies gradients by a loss scale.
             in_place: Whether it adds to the gradients in place, which have its scale.
         """
-        if not (scaled or self.pairs):
+        if not (scaled or self.pairs):  # autograd adds to fp32 gradients as they are
             return
         session = self.session
         params: Sequence[nn.Parameter] = [pair.model for pair in self.pairs]
