@@ -144,7 +144,7 @@ class Weights:
     def __init__(
         self, *tables: Mapping[str, Tensor | None], model: nn.Module | None = None
     ) -> None:
-        # The parameters of each module by name.
+        # The parameters of each module by name; none before they are needed.
         self._tables = tables
         # The model that they are all weights of, if there is one.
         self._model = _NONE if model is None else weakref.ref(model)
@@ -163,6 +163,8 @@ class Weights:
         Not seen: writes past torch's version counter that leave the first elements as they are, or
         are not on a CPU. Returns None with subclasses of tensors, and tensors without a state.
         """
+        if not self._tables:
+            self.find()
         values: list[Tensor | None] = []
         for table in self._tables:
             if table:  # most modules have no weights, at 0.1 us each

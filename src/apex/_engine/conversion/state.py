@@ -73,7 +73,6 @@ class ModelState:
         self._region: Region | None = None
         # Those whose casts its forward passes share.
         self.weights = Weights(model=model)
-        self.weights.find()
         # The wrappers of parts of the model at its first forward pass with gradients.
         self._parts: list[weakref.ref[DistributedDataParallel]] = []
         # Whether they were searched for.
