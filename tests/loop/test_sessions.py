@@ -46,6 +46,24 @@ def test_the_optimizer_may_come_in_a_later_call_than_its_model(level, placeholde
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
 
 
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_a_model_follows_the_masters_of_a_later_call(level):
+    options = {"opt_level": level, "loss_scale": 8.0, "verbosity": 0}
+    model = amp.initialize(loops.Weights(), **options)
+    _, optimizer = amp.initialize(nn.Identity(), loops.sgd(model.parameters()), **options)
+    for factor in (4096.0, 0.5):
+        model(a=factor).backward()
+    assert model.a.grad.tolist() == [4096.5] * 2
+    with amp.scale_loss(model(a=1.0), optimizer):
+        model.zero_grad()
+    assert model.a.grad is None
+    master, _ = amp.master_params(optimizer)
+    with torch.no_grad():
+        master.copy_(torch.tensor([2.0, 2.0 + 2.0**-20]))
+    assert model(a=1.0).item() == 4.0
+    assert torch.equal(model.state_dict()["a"], master)
+
+
 def test_training_at_two_levels_by_turns_equals_training_at_each_alone():
     def losses(level, other=None):
         partner = loops.prepared(other) if other else None

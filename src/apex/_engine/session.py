@@ -44,6 +44,7 @@ from apex._torch.autograd import (
     is_transformed,
 )
 from apex._torch.dynamo import inlined, is_compiling, untraced
+from apex._torch.modules import params_in
 
 STATE = "_apex_state"
 """Attribute of a converted model: the state of its conversion, which holds the session."""
@@ -162,8 +163,9 @@ class Session:
     @untraced  # dynamo of torch 2.10 cannot trace the weak table
     def forget_cleared(self, cleared: Sequence[Tensor]) -> None:
         """Forgets what unfinished passes hold for parameters whose gradients were cleared."""
-        for member in self.members:
-            member.forget_cleared(cleared)
+        for session in self.live:  # one may train the models of another
+            for member in session.members:
+                member.forget_cleared(cleared)
 
     def prepare_grads(self, pairs: Sequence[MasterPair], params: Sequence[Tensor]) -> None:
         """Makes gradients fp32 for a pass that adds to them; of 16 bits, if ranks send them.
@@ -184,6 +186,13 @@ class Session:
         if sent is not None and backward_id() != -1 and adds_to_any(params):
             keep_narrow(narrowed)
             at_end_of_pass(partial(self.ddp.end_pass, params, sent=sent))
+
+    def adopt(self, pairs: Iterable[MasterPair], user: object) -> None:
+        """Adds the masters of another session's optimizer, ``user``, that are of its models."""
+        own: set[int] = set()
+        for model in self.models:
+            own.update(map(id, params_in(model)))
+        self.masters.add([pair for pair in pairs if id(pair.model) in own], user)
 
     def hook_pairs(self, pairs: Iterable[MasterPair]) -> None:
         """Hooks parameters with masters, as :meth:`hook_params`, if some have no hook yet."""

@@ -152,6 +152,10 @@ class PreparedOptimizer:
         self.pairs = pairs
         if created:
             exchange(self.optimizer, created)
+            new = [pair for pair in pairs if id(pair.model) in created]
+            for session in Session.live:
+                if session is not self.session:
+                    session.adopt(new, self)
         return bool(created)
 
     def close(self) -> None:
