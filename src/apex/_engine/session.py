@@ -163,9 +163,8 @@ class Session:
     @untraced  # dynamo of torch 2.10 cannot trace the weak table
     def forget_cleared(self, cleared: Sequence[Tensor]) -> None:
         """Forgets what unfinished passes hold for parameters whose gradients were cleared."""
-        for session in self.live:  # one may train the models of another
-            for member in session.members:
-                member.forget_cleared(cleared)
+        for member in live_members():  # also others, which may train these models
+            member.forget_cleared(cleared)
 
     def prepare_grads(self, pairs: Sequence[MasterPair], params: Sequence[Tensor]) -> None:
         """Makes gradients fp32 for a pass that adds to them; of 16 bits, if ranks send them.
@@ -276,6 +275,14 @@ class Session:
     def shares_grads(self, params: Sequence[Tensor]) -> bool:
         """Returns whether ranks share the gradients of a pass that begins now, or need not."""
         return self.shards.reduces() and self.ddp.shares(params)
+
+
+def live_members() -> list[Any]:
+    """Returns the states of the live optimizers of all sessions."""
+    members: list[Any] = []
+    for session in Session.live:
+        members += session.members
+    return members
 
 
 class _PassReaches:

@@ -21,7 +21,7 @@ from apex._engine.masters import MasterPair
 from apex._engine.optimizer import block_step
 from apex._engine.optimizer.block_step import BlockStep, skips_in_kernel
 from apex._engine.scaler import OverflowFlag, Scaler
-from apex._engine.session import Session
+from apex._engine.session import Session, live_members
 from apex._engine.stash import Stash
 from apex._torch import dtensor, foreach
 from apex._torch.autograd import backward_id
@@ -530,14 +530,6 @@ def optimizers_of(session: Session) -> list[PreparedOptimizer]:
     return members
 
 
-def live_optimizers() -> list[PreparedOptimizer]:
-    """Returns the states of the live optimizers of all sessions."""
-    found: list[PreparedOptimizer] = []
-    for session in Session.live:
-        found += optimizers_of(session)
-    return found
-
-
 def pair_of(param: Tensor) -> MasterPair | None:
     """Returns the pair of a model's parameter, in any session."""
     for session in Session.live:
@@ -553,7 +545,7 @@ def with_sharers(prepared_optimizers: Sequence[PreparedOptimizer]) -> list[Prepa
     Sharing is transitive.
     """
     sharing = list(prepared_optimizers)
-    others = live_optimizers()
+    others: list[PreparedOptimizer] = live_members()
     if others == sharing:
         return sharing
     for prepared in sharing:  # which grows meanwhile
@@ -574,7 +566,7 @@ def reachable(
     """
     lenders: list[PreparedOptimizer] = []
     stepped: set[int] = set()
-    for prepared in live_optimizers():
+    for prepared in live_members():
         trained = prepared.trained_params()
         stepped.update(map(id, trained))
         begun = prepared.unfinished_pass

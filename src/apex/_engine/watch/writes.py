@@ -20,8 +20,8 @@ from apex._core import dtypes, tree
 from apex._core.arguments import positional_names
 from apex._core.samples import sample
 from apex._engine.conversion.state import ModelState
-from apex._engine.optimizer.prepared import live_optimizers
 from apex._engine.scaler import Readback
+from apex._engine.session import live_members
 from apex._engine.watch.sums import Mark, Sums
 from apex._torch.copies import is_readable
 from apex._torch.dispatch_modes import suspend_modes
@@ -335,7 +335,7 @@ def _stepped() -> set[int]:
     An optimizer with masters steps no others: it may hold a momentum encoder, which is frozen.
     """
     stepped: set[int] = set()
-    for prepared in live_optimizers():
+    for prepared in live_members():
         with_master = [pair.model for pair in prepared.pairs]
         stepped.update(map(id, with_master or prepared.trained_params()))
     return stepped
