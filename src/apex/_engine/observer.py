@@ -52,7 +52,7 @@ class Observer:
     def forward(
         self, model: nn.Module, state: Any, forward: Any, given: Any, cast: Any
     ) -> AbstractContextManager[None]:
-        """Returns the block around a call of a model's own ``forward`` with arguments, cast."""
+        """Returns the block around a call of a model's own ``forward``, which gets ``cast``."""
         return NOTHING
 
     def loading(self, state: Any) -> None:

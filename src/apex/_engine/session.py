@@ -175,16 +175,15 @@ class Session:
         """
         if is_transformed():
             return
-        sent = self.ddp.sent(params) if self.ddp.states else None
-        narrowed: list[MasterPair] = []
-        if sent:
+        if self.ddp.states:
+            sent = self.ddp.sent(params)
             narrowed = [pair for pair in pairs if id(pair.model) in sent]
             pairs = [pair for pair in pairs if id(pair.model) not in sent]
-        narrow_grads(narrowed)
+            narrow_grads(narrowed)
+            if backward_id() != -1 and adds_to_any(params):
+                keep_narrow(narrowed)
+                at_end_of_pass(partial(self.ddp.end_pass, params, sent=sent))
         widen_nonzero_grads(pairs)
-        if sent is not None and backward_id() != -1 and adds_to_any(params):
-            keep_narrow(narrowed)
-            at_end_of_pass(partial(self.ddp.end_pass, params, sent=sent))
 
     def adopt(self, pairs: Iterable[MasterPair], user: object) -> None:
         """Adds the masters of another session's optimizer, ``user``, that are of its models."""

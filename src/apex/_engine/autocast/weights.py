@@ -144,9 +144,10 @@ class Weights:
     def __init__(
         self, *tables: Mapping[str, Tensor | None], model: nn.Module | None = None
     ) -> None:
-        # The parameters of each module by name; none before they are needed.
+        """Takes the parameters of modules by name, or a model, whose own are found when needed."""
+        # The parameters of each module by name.
         self._tables = tables
-        # The model that they are all weights of, if there is one.
+        # The model, if it was given.
         self._model = _NONE if model is None else weakref.ref(model)
         # Addresses, and the memory of the first elements there; one value, for several threads.
         self._memory: tuple[list[int], list[Any]] = [], []

@@ -138,14 +138,10 @@ class DDPWrappers:
         """Returns whether a wrapper has yet to replace gradients of parameters by averages."""
         return any(ddp.is_unfinished(wrapper) for wrapper, _ in self._of(params))
 
-    def sent(self, params: Sequence[Tensor]) -> set[int] | None:
-        """Returns ids of those of the parameters whose gradients wrappers send in this pass.
-
-        None if no wrapper has one of them.
-        """
-        sent: set[int] | None = None
+    def sent(self, params: Sequence[Tensor]) -> set[int]:
+        """Returns ids of those of the parameters whose gradients wrappers send in this pass."""
+        sent: set[int] = set()
         for _, state in self._of(params):
-            sent = sent or set()
             if state.sends:
                 sent |= state.sent.intersection(map(id, params))
         return sent
