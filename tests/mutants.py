@@ -24,8 +24,8 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [Mutant(*row) for row in [
-    ("masters from rounded weights", "_engine/masters.py",
-     "make_master(exact, Master)", "make_master(param, Master)"),
+    ("masters from rounded weights", "_engine/master_table.py",
+     "make_master(value, Master)", "make_master(param, Master)"),
     ("gradients rounded before unscaling", "_engine/masters.py",
      "            _replace_grad(model, grad, wide)\n",
      "            _replace_grad(model, grad, wide.to(torch.bfloat16).float())\n"),
@@ -56,12 +56,12 @@ MUTANTS = [Mutant(*row) for row in [
      "        if not births:  # the inputs", "        if not births or births:  # the inputs"),
     ("a gradient of another optimizer left scaled", "_engine/backward.py",
      "            self._lenders.append(lender)\n", ""),
-    ("gradients that add up in 16 bits", "_engine/session.py",
-     "        widen_nonzero_grads(pairs)", "        pass"),
+    ("gradients that add up in 16 bits", "_engine/passes.py",
+     "    widen_nonzero_grads(pairs)", "    pass"),
     ("a gradient put aside that nobody clears", "_engine/optimizer/prepared.py",
      "        self.stash.drop(cleared)\n", ""),
     ("gradients of one rank that the pass that sends leaves out", "_engine/backward.py",
-     "if ddp.states and ddp.sends_earlier", "if False and ddp.sends_earlier"),
+     "if wrappers.states and wrappers.sends_earlier", "if False and wrappers.sends_earlier"),
     ("an overflow lost on its way to another device", "_engine/scaler.py",
      "self._flag = moved(self._flag, found_inf.device)",
      "self._flag = torch.zeros_like(found_inf)"),

@@ -314,18 +314,6 @@ def test_a_model_with_a_wrapped_part_trains_as_a_wrapped_model(on_two_ranks, lev
     assert first == second == on_two_ranks(accumulate_eager, level)[0]
 
 
-def part_wrapped_first(rank):
-    model = nn.Sequential(DistributedDataParallel(cases.net(rank)))
-    model, _ = cases.initialized("O5", model)
-    with pytest.raises(RuntimeError, match="before its parameters were cast"):
-        model(cases.rank_batch(rank, 0)[0])
-    return True
-
-
-def test_a_part_wrapped_before_its_parameters_are_cast_is_told_the_order(on_two_ranks):
-    assert on_two_ranks(part_wrapped_first) == [True, True]
-
-
 # -- several ---------------------------------------------------------------------------------
 
 
@@ -482,31 +470,62 @@ def test_a_join_with_masters_or_a_dynamic_scale_is_refused(on_two_ranks, level):
 # -- made too early --------------------------------------------------------------------------
 
 
-def wrapped_first(rank, level, wrap, compiled):
-    """Trains under a wrapper whose model is prepared afterwards; or returns the error."""
-    wrapper = cases.WRAPPERS[wrap](cases.net(rank))
-    wrapper.module, optimizer = cases.initialized(level, wrapper.module)
+def in_a_group_of_its_own(model):
+    return DistributedDataParallel(model, process_group=torch.distributed.new_group())
+
+
+WRAPS = {**cases.WRAPPERS, "group": in_a_group_of_its_own}
+
+
+def train_around(rank, level, wrap, first, compiled):
+    """Trains a model under a wrapper that is made before, or after, it is prepared."""
+    model = cases.net(rank)
+    wrapper = WRAPS[wrap](model) if first else None
+    model, optimizer = cases.initialized(level, model)
+    wrapper = wrapper or WRAPS[wrap](model)
     parallel = torch.compile(wrapper, backend="eager") if compiled else wrapper
-    try:
-        with torch.no_grad():
-            wrapper(cases.rank_batch(rank, 0)[0])
-        loops.train(parallel, optimizer, data=(cases.rank_batch(rank, step) for step in range(3)))
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        torch._dynamo.reset()
+    with torch.no_grad():
+        wrapper(cases.rank_batch(rank, 0)[0])
+    loops.train(parallel, optimizer, data=(cases.rank_batch(rank, step) for step in range(3)))
+    torch._dynamo.reset()
     return cases.state(wrapper, optimizer)
 
 
-@pytest.mark.parametrize(
-    ("level", "wrap", "compiled"),
-    [("O2", "torch", False), ("O5", "torch", False), ("O5", "torch", True), ("O5", "apex", False)],
-)
-def test_a_wrapper_made_before_the_cast_is_told_the_order(on_two_ranks, level, wrap, compiled):
-    for told in on_two_ranks(wrapped_first, level, wrap, compiled):
-        assert "before its parameters were cast" in told
-        assert "Call amp.initialize first" in told
-        assert "Lightning 1.x" in told
+MADE_FIRST = [
+    ("O0", "torch", False),
+    ("O4", "torch", False),
+    ("O2", "torch", False),
+    ("O2", "group", False),
+    ("O5", "torch", False),
+    ("O5", "torch", True),
+    ("O5", "torch views", False),
+    ("O5", "torch static", False),
+    ("O5", "apex", False),
+    ("O5", "apex delayed", False),
+]
+
+
+@pytest.mark.parametrize(("level", "wrap", "compiled"), MADE_FIRST)
+def test_a_wrapper_made_before_the_cast_trains_as_one_made_after(
+    on_two_ranks, level, wrap, compiled
+):
+    first, second = on_two_ranks(train_around, level, wrap, True, compiled)
+    assert first == second == on_two_ranks(train_around, level, wrap, False, compiled)[0]
+
+
+def train_a_part(rank, first):
+    part = cases.net(rank)
+    model = nn.Sequential(DistributedDataParallel(part) if first else part)
+    model, optimizer = cases.initialized("O5", model)
+    if not first:
+        model[0] = DistributedDataParallel(part)
+    loops.train(model, optimizer, data=(cases.rank_batch(rank, step) for step in range(3)))
+    return cases.state(part, optimizer)
+
+
+def test_a_part_wrapped_before_its_parameters_are_cast_trains_as_one_wrapped_after(on_two_ranks):
+    first, second = on_two_ranks(train_a_part, True)
+    assert first == second == on_two_ranks(train_a_part, False)[0]
 
 
 def train_alone(level, first, **options):
@@ -533,16 +552,6 @@ def test_a_single_rank_may_wrap_before_or_after_initialize(level, option):
     finally:
         gc.collect()
         torch.distributed.destroy_process_group()
-
-
-MAY_BE_FIRST = [("O0", "torch"), ("O4", "torch"), ("O5", "apex delayed")]
-
-
-@pytest.mark.parametrize(("level", "wrap"), MAY_BE_FIRST)
-def test_a_wrapper_that_sends_late_or_keeps_dtypes_may_be_made_first(on_two_ranks, level, wrap):
-    first, second = on_two_ranks(wrapped_first, level, wrap, False)
-    assert not isinstance(first, str)
-    assert first == second
 
 
 class Sent(TorchDispatchMode):

@@ -64,6 +64,31 @@ def test_a_model_follows_the_masters_of_a_later_call(level):
     assert torch.equal(model.state_dict()["a"], master)
 
 
+def shares_of_one_call_or_two(level, calls, part):
+    """What trains by turns with two optimizers: a model, and a part of it or again the model."""
+    model = loops.net()
+    optimizers = loops.sgd(model.parameters()), torch.optim.Adam(model[2].parameters())
+    other = nn.Sequential(model[2]) if part else nn.Identity()
+    options = {"opt_level": level, "loss_scale": 8.0, "verbosity": 0}
+    if calls == 1:
+        amp.initialize([model, other], [*optimizers], **options)
+    else:
+        amp.initialize(model, optimizers[0], **options)
+        amp.initialize(other, optimizers[1], **options)
+    return model, optimizers
+
+
+@loops.every(part=[True, False], level=["O2", "O3", "O5"])
+def test_calls_that_share_weights_train_as_one_call(level, part):
+    trained = []
+    for calls in (1, 2):
+        model, optimizers = shares_of_one_call_or_two(level, calls, part)
+        for optimizer in optimizers * 2:
+            loops.train(model, optimizer)
+        trained.append([*map(loops.masters, optimizers), loops.values(model.state_dict().values())])
+    assert loops.same(*trained)
+
+
 def test_training_at_two_levels_by_turns_equals_training_at_each_alone():
     def losses(level, other=None):
         partner = loops.prepared(other) if other else None

@@ -340,14 +340,6 @@ def test_prepared_models_are_refused_where_a_level_is_16_bit(first, level):
     refused(RuntimeError, words, loops.Net(), LARC(optimizer), level=level)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_model_that_shares_weights_with_one_of_an_earlier_call_is_refused(level):
-    first, _ = loops.prepared(level, model=loops.Net())
-    for model, place in (nn.Sequential(first.last), r"0\.weight"), ([], "of SGD"):
-        words = rf"a parameter \({place}\) that has .* from an earlier .*to one call, as lists"
-        refused(RuntimeError, words, model, loops.sgd(first.parameters()), level=level)
-
-
 def test_bad_optimizers_are_refused(level):
     model = loops.Net()
     optimizer = loops.sgd(model.parameters())

@@ -269,28 +269,28 @@ def test_wrappers_of_a_dict_resume_each_with_its_own_scale(level):
 # -- two ranks -------------------------------------------------------------------------------
 
 
-def train_on_rank(rank, level):
-    """Two updates of two accumulated iterations each; the ranks see different data."""
+def train_on_rank(rank, kind, level, updates):
+    """Two updates of some accumulated iterations each; the ranks see different data."""
     from mmengine.model import MMDistributedDataParallel
 
     model = net(seed=rank)  # DDP takes rank 0's values to all
     parallel = MMDistributedDataParallel(model)
-    _, wrapper = wrapped(Ours, level, model=model, accumulative_counts=2)
-    for step in range(4):
+    _, wrapper = wrapped(kind, level, model=model, accumulative_counts=updates)
+    for step in range(2 * updates):
         with wrapper.optim_context(parallel):
             output = parallel(features(10 * rank + step))
         wrapper.update_params(output.float().pow(2).mean())
     return [value.tolist() for value in values(wrapper)]
 
 
-def train_parts_on_rank(rank, level):
+def train_parts_on_rank(rank, kind, level):
     """An update of a model whose children are wrapped, one by one."""
     from mmengine.model import MMSeparateDistributedDataParallel
 
     warnings.simplefilter("ignore", FutureWarning)  # of an argument that MMEngine gives to DDP
     model = nn.Sequential(net(seed=rank), nn.Linear(2, 2))
     parallel = MMSeparateDistributedDataParallel(model)
-    _, wrapper = wrapped(Ours, level, model=model)
+    _, wrapper = wrapped(kind, level, model=model)
     with wrapper.optim_context(parallel):
         output = model(features(rank))
     wrapper.update_params(output.float().pow(2).mean())
@@ -298,17 +298,19 @@ def train_parts_on_rank(rank, level):
 
 
 @pytest.mark.distributed
-def test_ranks_stay_together_where_each_child_has_a_wrapper(on_two_ranks, level):
-    first, second = on_two_ranks(train_parts_on_rank, level)
+def test_ranks_stay_together_where_each_child_has_a_wrapper(on_two_ranks, kind, level):
+    first, second = on_two_ranks(train_parts_on_rank, kind, level)
     assert first == second
 
 
 @pytest.mark.distributed
-def test_ranks_stay_together_and_learn_from_the_data_of_both(on_two_ranks, level):
-    first, second = on_two_ranks(train_on_rank, level)
+@pytest.mark.parametrize(("kind", "updates"), [(Ours, 2), (Theirs, 1)])  # theirs never sends some
+def test_ranks_stay_together_and_learn_from_the_data_of_both(on_two_ranks, kind, updates, level):
+    first, second = on_two_ranks(train_on_rank, kind, level, updates)
     assert first == second
     eps = torch.finfo(torch.bfloat16 if level == "O5" else torch.float16).eps
-    alone = trained_by_hand(level, [[0, 1, 10, 11], [2, 3, 12, 13]])
+    batches = [[0, 1, 10, 11], [2, 3, 12, 13]] if updates == 2 else [[0, 10], [1, 11]]
+    alone = trained_by_hand(level, batches)
     assert_close([*map(torch.tensor, first)], alone, rtol=4 * eps, atol=4 * eps)
 
 

@@ -6,7 +6,7 @@ Note [Glossary]
     wrapper: What wraps or shards a model, and shares its gradients among ranks.
     prepared optimizer: amp's state for one optimizer, and the optimizer's generated class.
     master: The fp32 parameter that an optimizer steps in place of a 16-bit parameter of a model.
-    pair: A model parameter and its master. The master table holds all pairs of a session.
+    pair: A model parameter and its master. The master table knows all pairs of the process.
     synced: The model's parameter is the rounded master. Until one is written, the pair stays so.
     scaler: One loss's scale, static or dynamic, with its overflow flag ``found_inf``.
     pass: One backward pass in a ``scale_loss`` block.

@@ -34,7 +34,6 @@ from apex._engine.masters import remove_new_grads
 from apex._engine.optimizer.prepared import (
     PreparedOptimizer,
     grads_of,
-    pair_of,
     reachable,
     unscale_grads,
     with_sharers,
@@ -42,6 +41,7 @@ from apex._engine.optimizer.prepared import (
 from apex._engine.scaler import Scaler, ScaleUpdate
 from apex._engine.session import Session
 from apex._engine.stash import Stash
+from apex._engine.wrappers.ddp import wrappers
 from apex._engine.wrappers.fsdp import Shards
 from apex._torch import dtensor
 from apex._torch.copies import capturing, moved
@@ -168,11 +168,11 @@ class BackwardPass:
             wrapped = prepared.session
             if not prepared.steps:
                 wrapped.check_shards()
-            if not (wrapped.ddp.states or wrapped.shards.groups):
+            if not (wrappers.states or wrapped.shards.groups):
                 continue
             trained = prepared.trained_params()
             if wrapped.shares_grads(trained):
-                wrapped.ddp.share_masters(prepared.masters, trained)
+                wrappers.share_masters(trained)
             else:
                 self._unsent.append(prepared)
                 self._delay_unscale = True
@@ -188,9 +188,9 @@ class BackwardPass:
     def _note_shared(self) -> None:
         """Records whether ranks have shared the gradients, where nothing tells of the pass."""
         for prepared in self.prepared_optimizers:
-            if prepared.session.ddp.states:
+            if wrappers.states:
                 is_sent = prepared not in self._unsent
-                prepared.session.ddp.end_block(prepared.trained_params(), is_sent=is_sent)
+                wrappers.end_block(prepared.trained_params(), is_sent=is_sent)
 
     def borrowable(self) -> tuple[list[PreparedOptimizer], list[nn.Parameter]]:
         """Returns the other optimizers, and parameters that none steps, that the pass may reach."""
@@ -245,7 +245,7 @@ class BackwardPass:
             lender.begin_pass(self, in_place=lender in self._adding)
             self._lenders.append(lender)
         if unowned:
-            self.stash.put_aside(unowned, self.session.ddp.reused(unowned))
+            self.stash.put_aside(unowned, wrappers.reused(unowned))
             self._unowned = unowned
 
     def _scale_left(self) -> None:
@@ -267,8 +267,7 @@ class BackwardPass:
 
         All ranks agree on the latter, also one that has not used a parameter that others have.
         """
-        ddp = prepared.session.ddp
-        if ddp.states and ddp.sends_earlier(prepared.trained_params()):
+        if wrappers.states and wrappers.sends_earlier(prepared.trained_params()):
             return True
         return prepared in self._earlier and prepared.has_grads()
 
@@ -323,7 +322,7 @@ class BackwardPass:
                 # No step of a prepared optimizer would skip them.
                 for value in dtensor.values_of(self._unowned):
                     value.masked_fill_(moved(overflow, value.device) != 0, 0.0)
-            self.stash.give_back(pair_of)
+            self.stash.give_back()
         self._unowned = []
 
     def backward(self, *_: object, **__: object) -> NoReturn:
@@ -500,4 +499,4 @@ class BackwardPass:
 
 def _is_unfinished(prepared: PreparedOptimizer) -> bool:
     """Returns whether a wrapper has yet to average gradients of the pass, with another one's."""
-    return prepared.session.ddp.is_unfinished(prepared.trained_params())
+    return wrappers.is_unfinished(prepared.trained_params())

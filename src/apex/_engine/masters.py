@@ -33,21 +33,19 @@ import enum
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex._core import dtypes, rounding
 from apex._torch import dtensor, foreach, parameters, processes, ranks
 from apex._torch.autograd import at_end_of_pass
 from apex._torch.dynamo import untraced
-from apex._torch.modules import named_parameters
 from apex._torch.parameters import (
     grad_of,
     requires_grad_of,
@@ -221,13 +219,19 @@ class MasterPair:
         model: The model's parameter.
         master: The fp32 parameter that optimizers step in its place.
         state: Whether the master's low bits are valid.
+        made: The number of all pairs that were ever made.
     """
+
+    made: ClassVar[int] = 0
 
     def __init__(self, model: nn.Parameter, master: Master) -> None:
         """Joins a parameter and its master, which have the same values."""
         self.model = model
         self.master = master
         self.state = MasterState.FRESH
+        MasterPair.made += 1
+        # Whether a hook of the model's parameter prepares its gradient.
+        self._is_hooked = False
         self._model_version = model._version
         # While an optimizer steps the master, minus the number of its thread.
         self._master_version = master._version
@@ -243,6 +247,12 @@ class MasterPair:
         """Returns the fp32 value in memory of its own."""
         update_model_from_masters([self])
         return rounding.exact_value(self.model, self.master)
+
+    def hook_once(self, hook: Callable[[Tensor], RemovableHandle]) -> None:
+        """Has ``hook`` register a hook of the model's parameter, once it requires a gradient."""
+        if self.model.requires_grad and not self._is_hooked:
+            self._is_hooked = True
+            weakref.finalize(self, hook(self.model).remove)
 
     @property
     def model_writes(self) -> int:
@@ -591,143 +601,3 @@ def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]
                 torch.empty_like(param, device=grad.device).copy_(grad)
             )  # also in the gradient's graph
     return copies
-
-
-# -- all masters of a session -----------------------------------------------------------------
-
-
-class MasterTable:
-    """Every master of one session, and the values that it keeps for other parameters.
-
-    Attributes:
-        exact: The fp32 values of tensors without a master, from before they were rounded.
-    """
-
-    def __init__(self) -> None:
-        """Starts without masters."""
-        self.exact: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
-        self._by_param = weakref.WeakValueDictionary[int, MasterPair]()
-        # Fp32 copies of other 16-bit tensors in the pickles that are being made.
-        self._stand_ins = weakref.WeakValueDictionary[int, Tensor]()
-        # By the object that keeps the pairs alive: a model, or the state of an optimizer.
-        self._by_user = weakref.WeakKeyDictionary[object, list[MasterPair]]()
-        # The pairs of a model's parameters, looked up once between changes of the table.
-        self._by_model = weakref.WeakKeyDictionary[nn.Module, list[MasterPair]]()
-
-    def create(self, param: nn.Parameter, user: object, exact: Tensor | None = None) -> MasterPair:
-        """Returns the pair of a low-precision parameter; a new one lives as long as ``user``.
-
-        ``exact`` is the parameter's value before rounding, if known.
-        """
-        known = self.pair_of(param)
-        if known is not None:
-            return known
-        if exact is None:
-            exact = rounding.exact_value(param, self.exact.get(param))
-        pair = MasterPair(param, cast(Master, make_master(exact, Master)))
-        self.add([pair], user)
-        return pair
-
-    def add(self, pairs: Sequence[MasterPair], user: object) -> None:
-        """Registers pairs that live as long as ``user``."""
-        self._by_model.clear()
-        self._by_user.setdefault(user, []).extend(pairs)
-        for pair in pairs:
-            self._by_param[id(pair.model)] = pair
-
-    def release(self, user: object) -> None:
-        """Drops the pairs that ``user`` keeps alive."""
-        self._by_model.clear()
-        self._by_user.pop(user, None)
-
-    def pair_of(self, param: Tensor) -> MasterPair | None:
-        """Returns the pair of a model parameter, or ``None``."""
-        return self._by_param.get(id(param))
-
-    def exact_value(self, tensor: Tensor) -> Tensor | None:
-        """Returns the fp32 value of a parameter or buffer, or ``None`` if unknown."""
-        pair = self.pair_of(tensor)
-        if pair is None:
-            return self.exact.get(tensor)
-        update_model_from_masters([pair])
-        return pair.master
-
-    def master_of(self, tensor: Tensor) -> Tensor:
-        """Returns a parameter's master, updated from its weight; other tensors unchanged."""
-        pair = self.pair_of(tensor)
-        if pair is None or pair.master.device != tensor.device:
-            return tensor
-        update_masters_from_model([pair])
-        return pair.master
-
-    def in_fp32(self, tensor: Tensor) -> Tensor:
-        """Returns the exact fp32 value of a 16-bit tensor, to be read only; others unchanged."""
-        master = self.master_of(tensor)
-        if not dtypes.is_low_precision(master):
-            return master
-        return rounding.exact_value(tensor, self.exact_value(tensor))
-
-    def __len__(self) -> int:
-        """Returns the number of pairs."""
-        return len(self._by_param)
-
-    def pairs(self) -> list[MasterPair]:
-        """Returns every pair, in the order in which they were made."""
-        return [*self._by_param.values()]
-
-    def copy(self, tensor: Tensor, memo: dict[int, Any]) -> None:
-        """Puts an fp32 copy of a 16-bit tensor into the memo of a deep copy."""
-        pair = self.pair_of(tensor)
-        if pair is not None:
-            copy.deepcopy(pair.master, memo)
-        elif dtypes.is_low_precision(tensor):
-            known = self.exact.get(tensor)
-            fp32_deepcopy(tensor, lambda: rounding.exact_value(tensor, known), memo)
-
-    def stand_in(self, tensor: Tensor) -> Tensor:
-        """Returns what pickles hold for a tensor, always the same while it lives.
-
-        For a 16-bit tensor, its master or an fp32 copy.
-        """
-        pair = self.pair_of(tensor)
-        if pair is not None:
-            return pair.master
-        if not dtypes.is_low_precision(tensor):
-            return tensor
-        known = self._stand_ins.get(id(tensor))
-        if known is None:
-            memo: dict[int, Any] = {}
-            self.copy(tensor, memo)
-            known = self._stand_ins[id(tensor)] = memo[id(tensor)]
-            processes.keep(known)
-        return known
-
-    def pairs_in(self, model: nn.Module) -> list[MasterPair]:
-        """Returns the pairs of a model's parameters."""
-        pairs = self._by_model.get(model)
-        if pairs is None:
-            known = [self.pair_of(param) for _, param in named_parameters(model)]
-            pairs = [pair for pair in known if pair is not None]
-            self._by_model[model] = pairs
-        return pairs
-
-    def update_models(self) -> None:
-        """Rounds all written masters."""
-        for pairs in self._by_user.values():
-            update_model_from_masters(pairs)
-
-    def update_model(self, model: nn.Module) -> None:
-        """Rounds the written masters of a model's parameters into them."""
-        update_model_from_masters(self.pairs_in(model))
-
-    @torch.no_grad()
-    def set_exact_values(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets masters to the exact values of parameters that are loaded next."""
-        for param, value in values:
-            pair = self.pair_of(param)
-            if pair is not None:
-                pair.master.copy_(value)
-                mark_synced([pair])  # so that what a script writes to the weight after it counts
-                mark_exact([pair])
-            elif param in self.exact:
-                self.exact[param].copy_(value)

@@ -16,6 +16,7 @@ from apex._engine.conversion.state import ModelState
 from apex._engine.conversion.subclass import hand_over, set_state
 from apex._engine.optimizer import unprepared
 from apex._engine.optimizer.subclass import prepare_optimizer
+from apex._engine.passes import hook_pairs
 from apex._engine.session import Session
 from apex._torch import fsdp
 from apex._torch.modules import named_tensors
@@ -46,11 +47,11 @@ def prepare(
         before = casts.floating_tensors(model)
         undo.callback(casts.undo_convert, model)
         own_plan = plan.without_calls() if fsdp.casts(model) else plan
-        set_state(model, ModelState(model, own_plan, session), undo)
-        undo.callback(session.masters.release, model)
+        state = ModelState(model, own_plan, session)
+        set_state(model, state, undo)
         casts.make_masters(session, model, before, optimizers)
         if not _has_forward(model):  # no hook of its output will run
-            session.hook_pairs(session.masters.pairs_in(model))
+            hook_pairs(state.pairs)
     for optimizer in optimizers:
         prepare_optimizer(session, optimizer, undo)
     undo.callback(session.close)

@@ -41,8 +41,6 @@ def make_plain(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> 
         casts.restore(model, masters)
     for prepared in prepared_optimizers:
         _make_optimizer_plain(prepared)
-        for user in (prepared, *models):
-            prepared.masters.release(user)
     match_states(optimizers, old_dtypes)
     for session in sessions:
         if not session.models:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, ClassVar, Literal, Protocol, cast
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex._core.op_table import AutocastSpec
 from apex._core.policy import Policy
@@ -24,27 +22,13 @@ from apex._engine.autocast.ambient import (
 )
 from apex._engine.autocast.region import AmbientRegion, AutocastRegion, Region
 from apex._engine.autocast.user_functions import UserRegistry
-from apex._engine.masters import (
-    MasterPair,
-    MasterTable,
-    keep_narrow,
-    narrow_grads,
-    widen_nonzero_grads,
-)
 from apex._engine.observer import Observer
 from apex._engine.registry import Registry, WeakList
 from apex._engine.scaler import scaler_for
-from apex._engine.wrappers.ddp import DDPWrappers
+from apex._engine.wrappers.ddp import wrappers
 from apex._engine.wrappers.fsdp import Shards
-from apex._torch.autograd import (
-    adds_to_any,
-    at_end_of_pass,
-    autocast_depth,
-    backward_id,
-    is_transformed,
-)
-from apex._torch.dynamo import inlined, is_compiling, untraced
-from apex._torch.modules import params_in
+from apex._torch.autograd import autocast_depth
+from apex._torch.dynamo import untraced
 
 STATE = "_apex_state"
 """Attribute of a converted model: the state of its conversion, which holds the session."""
@@ -127,16 +111,11 @@ class Session:
         self._functions = functions
         # Costs 4 bytes per element: only where a script asks for it.
         self.keep_fp32 = keep_fp32
-        # All masters of the models' parameters.
-        self.masters = MasterTable()
         # The states of prepared optimizers, which keep them alive, in the same order on all ranks:
         # they communicate for each in turn.
         self.members = WeakList[Member]()
-        # Parameters with a hook that prepares their gradient alone.
-        self._hooked: MutableMapping[Tensor, object] = WeakTensorKeyDictionary()
         self._models = WeakList[nn.Module]()
-        # What shares gradients among ranks.
-        self.ddp = DDPWrappers()
+        # What shares gradients among ranks, beside DistributedDataParallel.
         self.shards = Shards()
         # Another thread may be about to step what a pass in this one could reach.
         self.thread = this_thread()
@@ -157,55 +136,6 @@ class Session:
         for model in models:
             self._models.add(model)
             self.shards.add(model)
-
-    # -- gradients ---------------------------------------------------------------------------
-
-    @untraced  # dynamo of torch 2.10 cannot trace the weak table
-    def forget_cleared(self, cleared: Sequence[Tensor]) -> None:
-        """Forgets what unfinished passes hold for parameters whose gradients were cleared."""
-        for member in live_members():  # also others, which may train these models
-            member.forget_cleared(cleared)
-
-    def prepare_grads(self, pairs: Sequence[MasterPair], params: Sequence[Tensor]) -> None:
-        """Makes gradients fp32 for a pass that adds to them; of 16 bits, if ranks send them.
-
-        Args:
-            pairs: Those of the parameters.
-            params: Parameters that the pass, which may run already, reaches together.
-        """
-        if is_transformed():
-            return
-        if self.ddp.states:
-            sent = self.ddp.sent(params)
-            narrowed = [pair for pair in pairs if id(pair.model) in sent]
-            pairs = [pair for pair in pairs if id(pair.model) not in sent]
-            narrow_grads(narrowed)
-            if backward_id() != -1 and adds_to_any(params):
-                keep_narrow(narrowed)
-                at_end_of_pass(partial(self.ddp.end_pass, params, sent=sent))
-        widen_nonzero_grads(pairs)
-
-    def adopt(self, pairs: Iterable[MasterPair], user: object) -> None:
-        """Adds the masters of another session's optimizer, ``user``, that are of its models."""
-        own: set[int] = set()
-        for model in self.models:
-            own.update(map(id, params_in(model)))
-        self.masters.add([pair for pair in pairs if id(pair.model) in own], user)
-
-    def hook_pairs(self, pairs: Iterable[MasterPair]) -> None:
-        """Hooks parameters with masters, as :meth:`hook_params`, if some have no hook yet."""
-        if len(self._hooked) != len(self.masters):
-            self.hook_params(pair.model for pair in pairs)
-
-    def hook_params(self, params: Iterable[Tensor]) -> None:
-        """Prepares each gradient by a hook of its own, where no hook of an output runs."""
-        for param in params:
-            if param.requires_grad and param not in self._hooked:
-                hook = _PassReaches(self, param)
-                handle = param.register_hook(hook)  # type: ignore[no-untyped-call]
-                # Without a master, it is the session that the hook serves.
-                owner = self.masters.pair_of(param) or self
-                self._hooked[param] = weakref.finalize(owner, handle.remove)
 
     # -- casts -------------------------------------------------------------------------------
 
@@ -246,11 +176,6 @@ class Session:
         return not all(scaler.is_identity for scaler in self.scalers)
 
     @property
-    def follows_passes(self) -> bool:
-        """Whether a backward pass concerns masters, or what ranks share of scaled gradients."""
-        return bool(self.masters or (self.ddp.states and self.has_scale))
-
-    @property
     def can_skip(self) -> bool:
         """Whether an overflow skips steps."""
         return any(scaler.dynamic for scaler in self.scalers)
@@ -258,7 +183,7 @@ class Session:
     @property
     def drifts(self) -> bool:
         """Whether there is state that a join, or ranks with flat parameters, do not share."""
-        return bool(self.masters) or self.can_skip
+        return self.policy.master_weights or self.can_skip
 
     @property
     def follows_other_steps(self) -> bool:
@@ -273,7 +198,7 @@ class Session:
 
     def shares_grads(self, params: Sequence[Tensor]) -> bool:
         """Returns whether ranks share the gradients of a pass that begins now, or need not."""
-        return self.shards.reduces() and self.ddp.shares(params)
+        return self.shards.reduces() and wrappers.shares(params)
 
 
 def live_members() -> list[Any]:
@@ -284,21 +209,8 @@ def live_members() -> list[Any]:
     return members
 
 
-class _PassReaches:
-    """A hook of a parameter, by which its gradient is prepared."""
-
-    __torch_unserializable__ = True
-    """torch sends the parameter to other processes without the hook, and without a warning."""
-
-    def __init__(self, session: Session, param: Tensor) -> None:
-        self._session = weakref.ref(session)
-        self._param = weakref.ref(param)
-
-    @inlined  # a pass in a compiled function calls it as a frame of its own
-    def __call__(self, gradient: object) -> None:
-        session = self._session()
-        param = self._param()
-        is_traced = is_compiling()  # by compiled autograd
-        if session is not None and param is not None and not is_traced:
-            pair = session.masters.pair_of(param)
-            session.prepare_grads([] if pair is None else [pair], [param])
+@untraced  # dynamo of torch 2.10 cannot trace the weak table
+def forget_cleared(cleared: Sequence[Tensor]) -> None:
+    """Forgets what unfinished passes hold for parameters whose gradients were cleared."""
+    for member in live_members():  # of any session, as it may train these parameters
+        member.forget_cleared(cleared)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 from torch import Tensor, nn
 
+from apex._engine import master_table
 from apex._engine.masters import MasterPair, add_grads, is_zero, widen_grads
 from apex._torch.parameters import without_overrides
 
@@ -51,7 +52,7 @@ class Stash:
         for param, _, _ in self._grads.values():
             param.grad = None
 
-    def give_back(self, pair_of: Callable[[Tensor], MasterPair | None]) -> bool:
+    def give_back(self) -> bool:
         """Adds the parameters' gradients to those put aside, in fp32 where there is a master.
 
         The sum is in the tensor from before, as autograd's own: scripts keep it, or clear it.
@@ -69,7 +70,7 @@ class Stash:
                 if param.grad is not None:
                     params.append(param)
                     grads.append(param.grad)
-                pair = pair_of(param)
+                pair = master_table.pair_of(param)
                 if pair is not None:
                     pairs.append(pair)
                     param.grad_dtype = None  # a pass under DistributedDataParallel may have failed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 
 SENDS_LATER = "_apex_sends_later"
@@ -50,25 +50,24 @@ def is_unfinished(wrapper: DistributedDataParallel) -> bool:
     return False
 
 
-def unsent_dtypes(wrapper: DistributedDataParallel) -> set[torch.dtype]:
-    """Returns the 16-bit dtypes that the wrapper's parameters were cast to after it was made.
+def _is_outdated(wrapper: DistributedDataParallel) -> bool:
+    """Returns whether parameters were cast to 16 bits after the wrapper was made.
 
     With the dtype of a parameter autograd drops the wrapper's hook, which sends the gradient.
     """
     # Private in torch: the parameters, and the dtypes that the reducer was made for. Without them,
-    # as in a wrapper of wrappers, or where it sends later or casts itself, the result is empty.
+    # as in a wrapper of wrappers, or where it sends later or casts itself, the answer is no.
     attributes = vars(wrapper)
     casts = attributes.get("mixed_precision") is not None
     if attributes.get("logger") is None or SENDS_LATER in attributes or casts:
-        return set()
+        return False
     report: Any = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     made_for = str(report.get("dtypes", ""))
-    unsent = set()
     for param in attributes.get("_module_parameters", ()):
         name = _NAMES_IN_C.get(param.dtype, "")
         if param.requires_grad and made_for and name not in made_for:
-            unsent.add(param.dtype)
-    return unsent
+            return True
+    return False
 
 
 def is_joining(wrapper: DistributedDataParallel) -> bool:
@@ -81,18 +80,16 @@ def is_joining(wrapper: DistributedDataParallel) -> bool:
     return bool(config is not None and config.enable)
 
 
-def rebuild_reducer(model: nn.Module) -> None:
-    """Recreates the reducers of DistributedDataParallels whose parameters' dtypes have changed.
+def rebuild_reducer(wrapper: Any) -> None:
+    """Recreates the reducer of a wrapper if its parameters' dtypes have changed.
 
-    A reducer's buckets have the old dtype, and autograd dropped its hooks with the change. In
-    torch, only restoring the state of a pickled wrapper creates a new reducer.
+    Its buckets have the old dtypes, and autograd dropped its hooks with the change. In torch, only
+    restoring the state of a wrapper creates a new reducer.
     """
-    for module in model.modules():  # MMEngine has a wrapper of wrappers
-        if isinstance(module, DistributedDataParallel) and unsent_dtypes(module):
-            wrapper: Any = module  # torch does not annotate these methods
-            wrapper.__setstate__(wrapper.__getstate__())
-            hooks = vars(module).get("_comm_hooks", [])
-            registered = [*hooks]
-            hooks.clear()
-            for hook, state in registered:
-                wrapper.register_comm_hook(state, hook)
+    if _is_outdated(wrapper):
+        wrapper.__setstate__(vars(wrapper).copy())  # with its own process group
+        hooks = vars(wrapper).get("_comm_hooks", [])
+        registered = [*hooks]
+        hooks.clear()
+        for hook, state in registered:
+            wrapper.register_comm_hook(state, hook)

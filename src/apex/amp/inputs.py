@@ -20,7 +20,7 @@ from apex._engine.conversion.state import is_converted
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.wrappers import zero
 from apex._torch import parameters
-from apex._torch.modules import named_parameters, params_in
+from apex._torch.modules import params_in
 from apex.amp._amp_state import _amp_state
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -136,28 +136,14 @@ def check_optimizers(
         )
 
 
-def check_masters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Raises RuntimeError before torch 2.10, and for a parameter with a master of another call."""
+def check_masters() -> None:
+    """Raises RuntimeError before torch 2.10, which masters need."""
     if not parameters.keeps_any_grad:
         raise RuntimeError(
             f"fp32 masters (O2, O5, master_weights=True) need torch 2.10 or newer; this is torch "
             f"{torch.__version__}. Upgrade torch, or use a level without masters: opt_level 'O1', "
             "or 'O4' for bf16."
         )
-    params: list[tuple[str, Tensor]] = []
-    for model in models:
-        params += named_parameters(model)
-    for optimizer in optimizers:
-        params += [(f"of {type(optimizer).__name__}", param) for param in params_of(optimizer)]
-    for session in _amp_state.sessions():
-        for name, param in params:
-            if session.masters.pair_of(param) is not None:
-                raise RuntimeError(
-                    f"amp.initialize got a parameter ({name}) that has an fp32 master from an "
-                    "earlier amp.initialize call. Each call would keep its own, and updates would "
-                    "be lost. Pass all models and optimizers that share it to one call, as lists, "
-                    "or call amp.restore(model, optimizer) first."
-                )
 
 
 def _check_optimizer(optimizer: Optimizer, policy: Policy) -> None:

@@ -149,7 +149,6 @@ class ApexPrecision(_Precision):
         for module, model in zip(modules, models, strict=True):
             state = state_of(module)
             if state:  # None with enabled=False
-                state.session.ddp.allow_wrapped_first()  # Fabric has wrapped the module, too
                 calls = SubmoduleCalls(module, state, wrapped=module is not model)
                 self._calls.append(calls)
         if self._scales and optimizers:

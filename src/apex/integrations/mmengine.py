@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from apex import amp
-from apex._torch import ddp
 from apex.amp import scaler_states
 from apex.integrations import scales
 
@@ -131,7 +130,6 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
                     module = model.module
                 options = {name: getattr(self, name) for name in _OPTIONS}
                 amp.initialize(module, self.optimizer, **options)
-                ddp.rebuild_reducer(model)
                 if self._loaded_scales is not None:
                     scales.load_state_dict(self.optimizer, self._loaded_scales)
                     self._loaded_scales = None

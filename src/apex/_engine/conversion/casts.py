@@ -13,8 +13,10 @@ from apex._core.mixins import plain_class, swap_class
 from apex._core.param_groups import is_trained
 from apex._core.rounding import exact_value
 from apex._core.undo import Undo
+from apex._engine import master_table
 from apex._engine.conversion.plan import planned_dtypes
 from apex._engine.conversion.state import ModelState
+from apex._engine.masters import MasterPair
 from apex._engine.session import STATE, Session
 from apex._torch.modules import flatten_rnns, named_tensors
 from apex._torch.parameters import set_in_place
@@ -58,20 +60,23 @@ def make_masters(
     if has_masters:
         for optimizer in optimizers:
             with_state.update(map(id, optimizer.state))
+    made: list[MasterPair] = []
     for tensor, exact in before:
         if not dtypes.is_low_precision(tensor):
             continue
         param = tensor if isinstance(tensor, nn.Parameter) else None
         has_state = id(tensor) in with_state
         if param is not None and has_masters and (has_state or is_trained(param)):
-            session.masters.create(param, model, exact)
+            made.append(master_table.create(param, exact))
         elif exact.dtype is not tensor.dtype and (session.keep_fp32 or param is None):
-            session.masters.exact[tensor] = exact.float()
+            master_table.exact[tensor] = exact.float()
+    if made:
+        vars(model)[STATE].find_pairs()  # which keeps them alive
 
 
 def convert_late(session: Session, optimizer: Optimizer, params: Iterable[Tensor]) -> None:
     """Casts modules that were added to a model, if they hold any of an optimizer's parameters."""
-    unknown = {id(param) for param in params if session.masters.pair_of(param) is None}
+    unknown = {id(param) for param in params if master_table.pair_of(param) is None}
     if unknown:
         for model in session.models:
             late = _cast_late(model, unknown)
@@ -118,7 +123,7 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor]) -> None:
             for tensor in named_tensors(model).values():
                 if not dtypes.is_low_precision(tensor):
                     continue
-                own = state.session.masters.exact_value(tensor)
+                own = master_table.exact_value(tensor)
                 value = exact_value(tensor, masters.get(id(tensor), own))
                 set_in_place(tensor, value, undo)
             undo.pop_all()  # nothing failed: the values stay
@@ -132,6 +137,8 @@ def undo_convert(model: nn.Module) -> None:
     Allocates no tensors, so it works out of memory.
     """
     state: ModelState = model.__dict__.pop(STATE)
+    for tensor in named_tensors(model).values():
+        master_table.exact.pop(tensor, None)
     swap_class(model, plain_class(type(model)))
     state.remove_handles()
     if state.inner_forward is not None:

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import tree
-from apex._engine.masters import MasterTable, update_masters_from_model
+from apex._engine import master_table
+from apex._engine.masters import update_masters_from_model
 from apex._torch.modules import named_tensors
 
 
@@ -39,7 +40,6 @@ class PlainCopies:
     def __init__(
         self,
         module: nn.Module,
-        masters: MasterTable,
         hooks: Sequence[RemovableHandle],
         take_in: weakref.WeakMethod[Any],
     ) -> None:
@@ -47,12 +47,10 @@ class PlainCopies:
 
         Args:
             module: Keeps this object alive.
-            masters: Knows the exact values of the module's tensors.
             hooks: The hooks that copies do not have.
             take_in: Gives these methods to parts that were put into a module since.
         """
         self._module = weakref.ref(module)
-        self._masters = masters
         self._hooks = hooks
         self._take_in = take_in
         methods: dict[str, Callable[..., Any]] = {
@@ -82,7 +80,7 @@ class PlainCopies:
         if copied_object is not module:
             return deepcopy_by_class(copied_object, memo)
         for tensor in named_tensors(module).values():
-            self._masters.copy(tensor, memo)
+            master_table.copy_to(memo, tensor)
         for table, key in self._entries():
             memo[id(table[key])] = table[key]  # not copied, as the next loop drops it
         with replaced(vars(module), dict.fromkeys(self._names)):
@@ -99,7 +97,7 @@ class PlainCopies:
         attributes = vars(module)
         stand_ins: dict[int, Tensor] = {}
         for tensor in named_tensors(module).values():
-            stand_ins[id(tensor)] = self._masters.stand_in(tensor)
+            stand_ins[id(tensor)] = master_table.stand_in(tensor)
         plain: dict[str, Any] = dict.fromkeys(self._names)
         for name in ("_parameters", "_buffers"):
             plain[name] = {
@@ -118,7 +116,7 @@ class PlainCopies:
     def _prepare_scriptable(self) -> Any:
         """Returns what ``torch.jit.script`` compiles in place of the module."""
         module: Any = self._module()
-        return shallow_copy(module, self._masters)
+        return shallow_copy(module)
 
     def _save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Saves the plain module: Hugging Face's method also saves the parameters' dtype."""
@@ -133,7 +131,7 @@ class PlainCopies:
                     yield table, hook.id
 
 
-def shallow_copy(model: nn.Module, masters: MasterTable) -> Any:
+def shallow_copy(model: nn.Module) -> Any:
     """Returns the plain model whose parameters are the masters.
 
     Other attributes are shared, too, as far as they hold no modules.
@@ -144,10 +142,10 @@ def shallow_copy(model: nn.Module, masters: MasterTable) -> Any:
             if not isinstance(value, (nn.Module, list, tuple, dict, set)):
                 memo[id(value)] = value
     for tensor in named_tensors(model).values():
-        pair = masters.pair_of(tensor)
+        pair = master_table.pair_of(tensor)
         if pair is not None:
             update_masters_from_model([pair])
-        memo[id(tensor)] = masters.stand_in(tensor)
+        memo[id(tensor)] = master_table.stand_in(tensor)
     return copy.deepcopy(model, memo)
 
 

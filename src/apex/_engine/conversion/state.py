@@ -8,7 +8,7 @@ module, a parent or a wrapper is called.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -19,11 +19,15 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes, tree
 from apex._core.rounding import exact_value
+from apex._engine import master_table
 from apex._engine.autocast.region import Region
 from apex._engine.autocast.weights import Weights
 from apex._engine.conversion.copies import PlainCopies
 from apex._engine.conversion.plan import ModelPlan, modules_in_fp32
+from apex._engine.masters import MasterPair, update_model_from_masters
+from apex._engine.passes import hook, hook_pairs, prepare_grads
 from apex._engine.session import STATE, Session
+from apex._engine.wrappers.ddp import wrappers
 from apex._torch import ranks
 from apex._torch.autograd import backward_id, unrecorded
 from apex._torch.ddp import active_wrapper
@@ -33,7 +37,7 @@ from apex._torch.dynamo import (
     recompile_on_change,
     untraced,
 )
-from apex._torch.modules import own_tensors, params_in
+from apex._torch.modules import named_parameters, own_tensors, params_in
 
 Entries = MutableMapping[str, Any]
 """A state dict."""
@@ -69,6 +73,11 @@ class ModelState:
         self.was_copied = False
         # What conversion has added, newest last, to remove at the end.
         self._handles: list[Removable] = []
+        # The pairs of its parameters, of so many that there were.
+        self._pairs: Sequence[MasterPair] = ()
+        self._pairs_of = 0
+        # Whether hooks of its parameters prepare their gradients, as they have no masters.
+        self._is_hooked = False
         # A region in place of the session's.
         self._region: Region | None = None
         # Those whose casts its forward passes share.
@@ -104,6 +113,23 @@ class ModelState:
             handle = self._handles.pop()
             handle.remove()
 
+    @property
+    def pairs(self) -> Sequence[MasterPair]:
+        """The pairs of the model's parameters."""
+        if self._pairs_of != MasterPair.made:
+            self.find_pairs()
+        return self._pairs
+
+    def find_pairs(self) -> None:
+        """Finds the pairs of the model's parameters, and keeps them alive."""
+        self._pairs_of = MasterPair.made
+        self._pairs = master_table.pairs_of(param for _, param in named_parameters(self.model))
+
+    @property
+    def follows_passes(self) -> bool:
+        """Whether a backward pass concerns masters, or what ranks share of scaled gradients."""
+        return bool(self.pairs or (wrappers.states and self.session.has_scale))
+
     def run_in(self, region: Region | None) -> None:
         """Runs the model's own forward in a region in place of the session's."""
         self._region = region
@@ -126,22 +152,21 @@ class ModelState:
 
     def await_backward(self, output: Any) -> None:
         """Prepares the gradients, when a backward pass reaches the output, for what it adds."""
-        session = self.session
-        if not session.follows_passes:
+        if not self.follows_passes:
             return
         if tree.before_backward(output, _PassBegins(self)):
             for wrapper in self._wrappers():
-                session.ddp.watch(wrapper)
+                wrappers.watch(wrapper)
         elif torch.is_grad_enabled():  # the script may find the loss elsewhere
-            session.hook_pairs(session.masters.pairs_in(self.model))
+            hook_pairs(self.pairs)
 
     def begin_pass(self) -> None:
         """Prepares the gradients: a backward pass has reached an output."""
         model = self._model()
         if model is not None:
-            pairs = self.session.masters.pairs_in(model)
+            pairs = self.pairs
             params = [pair.model for pair in pairs] or params_in(model)
-            self.session.prepare_grads(pairs, params)
+            prepare_grads(pairs, params)
 
     @at_tracing  # before torch 2.12, not for a function that gets a module
     def begin_trace(self) -> None:
@@ -164,24 +189,25 @@ class ModelState:
         A traced one has no hook of its output: hooks of the parameters tell of its backward pass.
         """
         session = self.session
-        wrappers = self._wrappers()
-        for wrapper in wrappers:
-            watched = traced and session.follows_passes
-            session.ddp.mark_forward(wrapper, watched=watched, drifts=session.drifts)
-        if not (traced and wrappers):
+        around = self._wrappers()
+        for wrapper in around:
+            watched = traced and self.follows_passes
+            wrappers.mark_forward(wrapper, watched=watched, drifts=session.drifts)
+        if not (traced and around):
             return
-        if session.masters:
-            session.hook_pairs(session.masters.pairs_in(self.model))
-        elif session.has_scale:
-            session.hook_params(params_in(self.model))
+        hook_pairs(self.pairs)
+        if session.has_scale and not (self.pairs or self._is_hooked):
+            self._is_hooked = True
+            trained = [param for param in params_in(self.model) if param.requires_grad]
+            self._handles += map(hook, trained)
 
     def _wrappers(self) -> list[DistributedDataParallel]:
         """Returns the DDP wrappers in the model, and the active one."""
         if not ranks.is_running():
             return []
-        wrappers = [part() for part in self._wrapped_parts()]
-        wrappers.append(active_wrapper())
-        return [wrapper for wrapper in wrappers if wrapper is not None]
+        found = [part() for part in self._wrapped_parts()]
+        found.append(active_wrapper())
+        return [wrapper for wrapper in found if wrapper is not None]
 
     def _wrapped_parts(self) -> list[weakref.ref[DistributedDataParallel]]:
         if not self._has_searched and torch.is_grad_enabled():
@@ -194,7 +220,7 @@ class ModelState:
     def use(self, reader: FrameType | None = None) -> None:
         """Rounds written masters into a 16-bit model, whose forward or method is used."""
         with unrecorded():
-            self.session.masters.update_model(self.model)
+            update_model_from_masters(self.pairs)
             self.session.observer.model_used(self, reader)
 
     # -- hooks of modules --------------------------------------------------------------------
@@ -220,7 +246,7 @@ class ModelState:
             leaving = hooks.register_forward_hook(self.after_fp32)
             handles += [entering, leaving]
         take_in = weakref.WeakMethod(self.take_in)
-        copies = PlainCopies(module, self.session.masters, handles, take_in)
+        copies = PlainCopies(module, handles, take_in)
         self._handles += [*handles, copies]
 
     def take_in(self, module: nn.Module, *_: object) -> None:
@@ -251,7 +277,7 @@ class ModelState:
             # A tied weight is one tensor under all its names in these entries.
             exact = self._saved.get(id(tensor))
             if exact is None or all(exact is not other for other in entries.values()):
-                exact = exact_value(entry, self.session.masters.exact_value(tensor))
+                exact = exact_value(entry, master_table.exact_value(tensor))
                 self._saved[id(tensor)] = exact
             entries[prefix + key] = exact
         if is_converted(module):  # its parts come first
@@ -282,7 +308,7 @@ class ModelState:
                 continue
             if entry.shape == tensor.shape:
                 loaded.append((tensor, entry))
-        self.session.masters.set_exact_values(loaded)
+        master_table.set_exact_values(loaded)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -311,10 +337,11 @@ def _before_compiled_code() -> None:
 
     One code serves all models of a class. It rounds no masters, and runs no hooks of outputs.
     """
-    for session in Session.live:
-        session.masters.update_models()
-        session.hook_pairs(session.masters.pairs())
-        session.ddp.mark_compiled_forward(watched=session.follows_passes)
+    pairs = master_table.all_pairs()
+    update_model_from_masters(pairs)
+    hook_pairs(pairs)
+    has_scale = any(session.has_scale for session in Session.live)
+    wrappers.mark_compiled_forward(watched=has_scale or bool(pairs))
 
 
 def _reference_to_wrapper() -> weakref.ref[nn.Module] | None:

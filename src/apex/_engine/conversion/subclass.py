@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from apex._core import dtypes, tree
 from apex._core.arguments import positional_names, signature_of
 from apex._core.mixins import plain_class, swap_class, with_mixin
+from apex._engine import master_table
 from apex._engine.conversion import hints
 from apex._engine.conversion.casts import cast_parts, restore, undo_convert
 from apex._engine.conversion.copies import (
@@ -32,7 +33,7 @@ from apex._engine.conversion.copies import (
 )
 from apex._engine.conversion.state import ModelState, state_of
 from apex._engine.masters import mark_zeros, without_grad
-from apex._engine.session import STATE
+from apex._engine.session import STATE, forget_cleared
 from apex._engine.wrappers.averages import view_for
 from apex._torch.dynamo import is_compiling, is_exporting_onnx, is_jit_tracing
 from apex._torch.modules import params_in
@@ -92,13 +93,12 @@ class Converted(nn.Module):
         """Clears the gradients, also those that an unfinished pass has put aside."""
         own_method: Any = super().zero_grad
         own_method(*args, **kwargs)
-        session = _own_state(self).session
         params = params_in(self)
         if getattr(own_method, "__func__", None) is nn.Module.zero_grad:
-            mark_zeros(filter(None, map(session.masters.pair_of, params)))
+            mark_zeros(master_table.pairs_of(params))
         else:
             params = without_grad(params)
-        session.forget_cleared(params)
+        forget_cleared(params)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickles as the plain model; see Note [Plain copies]."""
@@ -114,7 +114,7 @@ class Converted(nn.Module):
         """Returns the plain model over the same fp32 weights; see Note [Plain copies]."""
         state = _own_state(self)
         if state.plan.casts_down:
-            return shallow_copy(self, state.session.masters)
+            return shallow_copy(self)
         with _as_plain(self):
             return copy.copy(self)
 
@@ -191,7 +191,7 @@ class _Method:
             raise RuntimeError(_ONNX)
         state = _own_state(model)
         reader = sys._getframe(1)
-        view = view_for(reader, self._name, state.session.masters)
+        view = view_for(reader, self._name)
         if view is not None:
             state.use()
             return lambda: map(view, function(model))

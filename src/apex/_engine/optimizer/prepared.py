@@ -15,14 +15,16 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._core.param_groups import exchange, is_trained, move_state, params_of
-from apex._engine import masters
+from apex._engine import master_table, masters
 from apex._engine.autocast import ambient
 from apex._engine.masters import MasterPair
 from apex._engine.optimizer import block_step
 from apex._engine.optimizer.block_step import BlockStep, skips_in_kernel
+from apex._engine.passes import prepare_grads
 from apex._engine.scaler import OverflowFlag, Scaler
 from apex._engine.session import Session, live_members
 from apex._engine.stash import Stash
+from apex._engine.wrappers.ddp import wrappers
 from apex._torch import dtensor, foreach
 from apex._torch.autograd import backward_id
 from apex._torch.copies import capturing, moved
@@ -67,11 +69,10 @@ class PreparedOptimizer:
         """Starts without masters.
 
         Args:
-            session: The session that has the masters; kept alive.
+            session: The session, which is kept alive.
             optimizer: The optimizer, which keeps this state alive.
         """
         self.session = session
-        self.masters = session.masters
         self._optimizer = weakref.ref(optimizer)
         # The thread that used it last.
         self._thread = session.thread
@@ -146,16 +147,12 @@ class PreparedOptimizer:
                 if param.dtype not in dtypes.LOW_PRECISION:
                     continue
                 if is_trained(param) or param in self.optimizer.state:
-                    pair = self.masters.create(param, self)
+                    pair = master_table.create(param)
                     created[id(param)] = pair.master
                     pairs.append(pair)
         self.pairs = pairs
         if created:
             exchange(self.optimizer, created)
-            new = [pair for pair in pairs if id(pair.model) in created]
-            for session in Session.live:
-                if session is not self.session:
-                    session.adopt(new, self)
         return bool(created)
 
     def close(self) -> None:
@@ -227,18 +224,17 @@ class PreparedOptimizer:
         """
         if not (scaled or self.pairs):  # autograd adds to fp32 gradients as they are
             return
-        session = self.session
         params: Sequence[nn.Parameter] = [pair.model for pair in self.pairs]
-        if in_place or not (scaled or session.ddp.states):
-            session.prepare_grads(self.pairs, params)
+        if in_place or not (scaled or wrappers.states):
+            prepare_grads(self.pairs, params)
             return
         if scaled:
             params = self.trained_params()
-        self.stash.put_aside(params, session.ddp.reused(params))
+        self.stash.put_aside(params, wrappers.reused(params))
 
     def give_back(self) -> bool:
         """Adds the gradients that were put aside; returns whether there are some."""
-        return self.stash.give_back(self.masters.pair_of)
+        return self.stash.give_back()
 
     def forget_cleared(self, cleared: Sequence[Tensor]) -> None:
         """Forgets what unfinished passes hold for parameters whose gradients were cleared.
@@ -528,15 +524,6 @@ def optimizers_of(session: Session) -> list[PreparedOptimizer]:
     """Returns the states of a session's live optimizers."""
     members: list[Any] = [*session.members]
     return members
-
-
-def pair_of(param: Tensor) -> MasterPair | None:
-    """Returns the pair of a model's parameter, in any session."""
-    for session in Session.live:
-        pair = session.masters.pair_of(param)
-        if pair is not None:
-            return pair
-    return None
 
 
 def with_sharers(prepared_optimizers: Sequence[PreparedOptimizer]) -> list[PreparedOptimizer]:

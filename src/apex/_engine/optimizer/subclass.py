@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from apex._core import tree
 from apex._core.mixins import plain_class, swap_class, with_mixin
 from apex._core.param_groups import PREPARED, dtypes_of, match_states, optimizers_in
-from apex._engine import masters
+from apex._engine import master_table, masters
 from apex._engine.conversion.casts import convert_late
 from apex._engine.conversion.copies import deepcopy_by_class, object_of
 from apex._engine.optimizer.prepared import PreparedOptimizer, unscale_grads
-from apex._engine.session import Session
+from apex._engine.session import Session, forget_cleared
 from apex._torch.dynamo import untraced, untraced_frame
 
 _SCALING = "_step_supports_amp_scaling"
@@ -93,10 +93,10 @@ class AmpOptimizer(Optimizer):
             with masters.shown(prepared.pairs):
                 own_method(*args, **kwargs)
             if function.__module__.startswith(("torch.optim.", "apex.optimizers.")):
-                masters.mark_zeros(filter(None, map(prepared.masters.pair_of, cleared)))
+                masters.mark_zeros(master_table.pairs_of(cleared))
             else:  # it may leave gradients for the next pass to add to
                 cleared = masters.without_grad(cleared)
-        prepared.session.forget_cleared(cleared)
+        forget_cleared(cleared)
 
     zero_grad.__signature__ = inspect.signature(Optimizer.zero_grad)  # type: ignore[attr-defined]
 
@@ -138,7 +138,7 @@ class AmpOptimizer(Optimizer):
             return deepcopy_by_class(copied_object, memo)
         prepared = self._apex_prepared
         for param in prepared.params():
-            prepared.masters.copy(param, memo)
+            master_table.copy_to(memo, param)
         return _plain_copy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -148,7 +148,7 @@ class AmpOptimizer(Optimizer):
         for tensor in tree.tensors([*self.state.values()]):
             memo[id(tensor)] = tensor
         for param in prepared.params():
-            memo[id(param)] = prepared.masters.stand_in(param)
+            memo[id(param)] = master_table.stand_in(param)
         return _plain_copy(self, memo).__reduce_ex__(protocol)
 
     # -- private names of apex that scripts use ---------------------------------------------------

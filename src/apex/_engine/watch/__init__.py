@@ -36,6 +36,7 @@ from apex._engine.watch.mistakes import (
     warn_at_caller,
 )
 from apex._engine.watch.writes import Writes, log_lost
+from apex._engine.wrappers.ddp import wrappers
 from apex._torch import ranks
 from apex._torch.autograd import backward_id
 from apex._torch.dynamo import is_jit_tracing, untraced
@@ -241,7 +242,7 @@ def _averages(prepared: PreparedOptimizer) -> bool:
     """Returns whether scaled gradients may be averaged over ranks by other code than a wrapper."""
     if getattr(prepared.optimizer, "synchronize", None) is not None:
         return True  # Horovod's, BytePS's
-    return ranks.world_size() > 1 and not prepared.session.ddp.states
+    return ranks.world_size() > 1 and not wrappers.states
 
 
 def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from apex._core import dtypes, tree
 from apex._core.arguments import positional_names
 from apex._core.samples import sample
+from apex._engine import master_table
 from apex._engine.conversion.state import ModelState
 from apex._engine.scaler import Readback
 from apex._engine.session import live_members
@@ -189,12 +190,15 @@ class Writes:
         These are weights that no optimizer trains, such as a target network's, and, in training,
         buffers.
         """
-        pair_of = state.session.masters.pair_of
         stepped = _stepped()
         watched: list[tuple[str, Tensor]] = []
         for name, param in named_parameters(model):
             is_trained = id(param) in stepped
-            if pair_of(param) is None and param.requires_grad and any(state.session.members):
+            if (
+                master_table.pair_of(param) is None
+                and param.requires_grad
+                and any(state.session.members)
+            ):
                 is_trained = True
             if not is_trained:
                 watched.append((name, param))
@@ -205,7 +209,7 @@ class Writes:
             is_counted = dtypes.is_low_precision(tensor) and not tensor.is_inference()
             if not is_counted or not is_readable(tensor):
                 continue
-            pair = pair_of(tensor)
+            pair = master_table.pair_of(tensor)
             writes = tensor._version if pair is None else pair.model_writes
             version = writes, tensor.data_ptr()
             last, was_changed = self._versions.get(name, (version, False))

@@ -7,15 +7,13 @@ from types import FrameType
 
 from torch import Tensor
 
-from apex._engine.masters import MasterTable
+from apex._engine import master_table
 
 _CALLBACKS = ("callbacks.weight_averaging", "callbacks.stochastic_weight_avg")
 """Lightning's modules, which also write the averages into the model."""
 
 
-def view_for(
-    reader: FrameType, method: str, masters: MasterTable
-) -> Callable[[Tensor], Tensor] | None:
+def view_for(reader: FrameType, method: str) -> Callable[[Tensor], Tensor] | None:
     """Returns what replaces each tensor that a model's method yields, for a frame that averages.
 
     ``None`` for other frames and methods.
@@ -24,7 +22,7 @@ def view_for(
         return None
     module = str(reader.f_globals.get("__name__"))
     if module == "torch.optim.swa_utils":
-        return masters.in_fp32
+        return master_table.in_fp32
     if module.endswith(_CALLBACKS):
-        return masters.master_of
+        return master_table.master_of
     return None

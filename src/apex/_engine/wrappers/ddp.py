@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from apex._core import dtypes
-from apex._engine.masters import MasterTable, mark_exact
-from apex._torch import ddp, parameters, ranks
+from apex._engine import master_table
+from apex._engine.masters import mark_exact
+from apex._torch import ddp, parameters
 
 
 @dataclass
@@ -55,7 +55,7 @@ class _WrapperState:
 
 
 class DDPWrappers:
-    """The DistributedDataParallel wrappers that a session's models run under.
+    """The DistributedDataParallel wrappers of this process that prepared models run under.
 
     Attributes:
         states: Those of live wrappers, in the order of their first forward passes, so that all
@@ -64,13 +64,7 @@ class DDPWrappers:
 
     def __init__(self) -> None:
         """Starts without wrappers."""
-        # Whether a library wraps models before amp prepares them, on all ranks alike.
-        self._may_wrap_first = False
         self.states: list[_WrapperState] = []
-
-    def allow_wrapped_first(self) -> None:
-        """Accepts wrappers that were made before the parameters were cast, on all ranks alike."""
-        self._may_wrap_first = True
 
     def mark_forward(
         self, wrapper: DistributedDataParallel, *, watched: bool, drifts: bool
@@ -83,15 +77,11 @@ class DDPWrappers:
             drifts: Whether there is state that ``join`` does not share among ranks.
 
         Raises:
-            RuntimeError: If the wrapper was made before its parameters were cast, so that it would
-                train each rank on gradients of its own, or if ranks may run out of data.
+            RuntimeError: If ranks may run out of data.
         """
         state = self._state_of(wrapper)
         if state is None:
-            if self._may_wrap_first or ranks.world_size() == 1:
-                ddp.rebuild_reducer(wrapper)
-            else:
-                _check_order(wrapper)
+            ddp.rebuild_reducer(wrapper)  # it may be older than the parameters' casts
             ignored = wrapper.parameters_to_ignore
             named = wrapper.module.named_parameters()
             sent = {id(param) for name, param in named if name not in ignored}
@@ -192,7 +182,7 @@ class DDPWrappers:
         """Returns whether this pass sends what ranks may hold of earlier ones."""
         return any(state.is_local and state.sends for _, state in self._of(params))
 
-    def share_masters(self, masters: MasterTable, params: Sequence[Tensor]) -> None:
+    def share_masters(self, params: Sequence[Tensor]) -> None:
         """Broadcasts masters, once for each wrapper of the parameters.
 
         The wrapper broadcasts rounded weights only.
@@ -201,23 +191,11 @@ class DDPWrappers:
             if state.shared:
                 continue
             state.shared = True
-            pairs = [pair for pair in masters.pairs() if id(pair.model) in state.sent]
+            pairs = [pair for pair in master_table.all_pairs() if id(pair.model) in state.sent]
             if pairs:
                 ddp.broadcast(wrapper, [parameters.uncounted(pair.master) for pair in pairs])
                 mark_exact(pairs)
 
 
-def _check_order(wrapper: DistributedDataParallel) -> None:
-    cast = ddp.unsent_dtypes(wrapper)
-    if not cast:
-        return
-    model_name = type(wrapper.module).__name__
-    wrapper_name = type(wrapper).__name__
-    names = " and ".join(sorted(map(dtypes.name, cast)))
-    raise RuntimeError(
-        f"{wrapper_name} wrapped the model {model_name} before its parameters were cast to "
-        f"{names}, and does not average the gradients of parameters whose dtype has changed "
-        "since. Call amp.initialize first, then wrap the model that it returns in "
-        f"{wrapper_name}. If a library wraps it, as Lightning 1.x does, train at O1 or O4, which "
-        "keep fp32 weights. For Lightning 2, there is apex.integrations.lightning.ApexPrecision."
-    )
+wrappers = DDPWrappers()
+"""Those of this process."""
