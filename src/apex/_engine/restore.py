@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes
@@ -27,18 +27,15 @@ def make_plain(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> 
     checks.refuse_inference_mode("amp.restore")
     old_dtypes = dtypes_of(optimizers)
     prepared_optimizers = [*filter(None, map(subclass.prepared_state, optimizers))]
-    masters: dict[int, Tensor] = {}
     drops_grads = False
     for prepared in prepared_optimizers:
         prepared.update_masters_with_grads()
         if prepared.drop_overflowed():
             drops_grads = True
-        for pair in prepared.pairs:
-            masters[id(pair.model)] = pair.master
     sessions = {prepared.session for prepared in prepared_optimizers}
     sessions |= {state.session for state in map(state_of, models) if state is not None}
     for model in models:
-        casts.restore(model, masters)
+        casts.restore(model)
     for prepared in prepared_optimizers:
         _make_optimizer_plain(prepared)
     match_states(optimizers, old_dtypes)

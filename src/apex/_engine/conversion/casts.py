@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from contextlib import ExitStack
 
 from torch import Tensor, nn
@@ -108,14 +108,10 @@ def floating_tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
 # -- the way back --------------------------------------------------------------------------------
 
 
-def restore(model: nn.Module, masters: Mapping[int, Tensor]) -> None:
+def restore(model: nn.Module) -> None:
     """Turns a converted model back into a plain fp32 model, in place.
 
     A parameter takes its master's exact value if that rounds to the parameter's value.
-
-    Args:
-        model: A converted model.
-        masters: Fp32 masters by ``id`` of their parameter, in place of the session's.
     """
     state: ModelState = vars(model)[STATE]
     if state.plan.casts_down:
@@ -123,8 +119,7 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor]) -> None:
             for tensor in named_tensors(model).values():
                 if not dtypes.is_low_precision(tensor):
                     continue
-                own = master_table.exact_value(tensor)
-                value = exact_value(tensor, masters.get(id(tensor), own))
+                value = exact_value(tensor, master_table.exact_value(tensor))
                 set_in_place(tensor, value, undo)
             undo.pop_all()  # nothing failed: the values stay
     undo_convert(model)

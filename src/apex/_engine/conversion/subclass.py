@@ -142,7 +142,7 @@ def _become_plain(model: nn.Module, call: str) -> nn.Module:
         type(model).__name__,
         call,
     )
-    restore(model, {})
+    restore(model)
     return model
 
 
