@@ -109,6 +109,16 @@ def test_an_optimizer_that_a_later_call_has_prepared_gives_its_masters_back(leve
 
 
 @masters
+def test_a_master_that_a_script_has_moved_to_another_optimizer_comes_back_there(level):
+    model = loops.net()
+    first, second = loops.sgd(model[0].parameters()), loops.sgd(model[2].parameters())
+    amp.initialize(model, [first, second], opt_level=level, verbosity=0)
+    second.param_groups[0]["params"].append(first.param_groups[0]["params"].pop())
+    amp.restore(model, [first, second])
+    assert second.param_groups[0]["params"][-1] is model[0].bias
+
+
+@masters
 def test_a_module_that_is_no_part_of_the_model_any_more_comes_back_too(level):
     model, optimizer = loops.trained(level)
     exact = loops.masters(optimizer)

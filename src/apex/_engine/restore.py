@@ -29,6 +29,7 @@ def make_plain(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> 
     prepared_optimizers = [*filter(None, map(subclass.prepared_state, optimizers))]
     drops_grads = False
     for prepared in prepared_optimizers:
+        prepared.create_missing_masters()  # of parameters that the script has moved to it
         prepared.update_masters_with_grads()
         if prepared.drop_overflowed():
             drops_grads = True
