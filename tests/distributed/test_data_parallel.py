@@ -1,6 +1,7 @@
 """Ranks under DistributedDataParallel stay together, and train like one process on all data."""
 
 import contextlib
+import warnings
 
 import pytest
 import torch
@@ -21,9 +22,13 @@ ALL = [("O5", name) for name in cases.WRAPPERS] + [
 ]
 
 
-def average_inside(rank, level):
+def average_inside(rank, level, beside):
     """Without a wrapper, as docs/distributed.md says; rank 0 overflows in the second step."""
+    warnings.filterwarnings("error", "Gradients were")
     model, optimizer = cases.prepare(level, seed=0)
+    if beside:  # a model that a wrapper averages
+        other, _ = cases.wrapped(level, seed=rank)
+        other(cases.rank_batch(rank, 0)[0])
     skipped = []
     for step in range(3):
         x, y = cases.rank_batch(rank, step)
@@ -316,8 +321,9 @@ def test_masters_are_shared_after_a_pass_of_one_rank_alone(on_two_ranks, level, 
     assert first["model"] == second["model"]
 
 
-def test_ranks_that_average_in_the_block_skip_together(on_two_ranks, level):
-    (skipped, first), (_, second) = on_two_ranks(average_inside, level)
+@pytest.mark.parametrize("beside", [False, True])
+def test_ranks_that_average_in_the_block_skip_together(on_two_ranks, level, beside):
+    (skipped, first), (_, second) = on_two_ranks(average_inside, level, beside)
     assert first == second
     assert skipped == [False, True, False]
     model, optimizer = cases.prepare(level, seed=0)

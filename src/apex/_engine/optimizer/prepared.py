@@ -225,7 +225,7 @@ class PreparedOptimizer:
         if not (scaled or self.pairs):  # autograd adds to fp32 gradients as they are
             return
         params: Sequence[nn.Parameter] = [pair.model for pair in self.pairs]
-        if in_place or not (scaled or wrappers.states):
+        if in_place or not (scaled or wrappers.of(params)):
             prepare_grads(self.pairs, params)
             return
         if scaled:

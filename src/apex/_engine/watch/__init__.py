@@ -242,7 +242,7 @@ def _averages(prepared: PreparedOptimizer) -> bool:
     """Returns whether scaled gradients may be averaged over ranks by other code than a wrapper."""
     if getattr(prepared.optimizer, "synchronize", None) is not None:
         return True  # Horovod's, BytePS's
-    return ranks.world_size() > 1 and not wrappers.states
+    return ranks.world_size() > 1 and not wrappers.of(prepared.trained_params())
 
 
 def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:

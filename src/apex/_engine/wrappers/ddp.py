@@ -111,7 +111,7 @@ class DDPWrappers:
             RuntimeError: If a wrapper has yet to replace gradients by averages.
         """
         reused: set[int] = set()
-        for wrapper, state in self._of(params):
+        for wrapper, state in self.of(params):
             if ddp.is_unfinished(wrapper):
                 raise RuntimeError(
                     "amp.scale_loss was entered before DistributedDataParallel had averaged the "
@@ -126,22 +126,22 @@ class DDPWrappers:
 
     def is_unfinished(self, params: Sequence[Tensor]) -> bool:
         """Returns whether a wrapper has yet to replace gradients of parameters by averages."""
-        return any(ddp.is_unfinished(wrapper) for wrapper, _ in self._of(params))
+        return any(ddp.is_unfinished(wrapper) for wrapper, _ in self.of(params))
 
     def sent(self, params: Sequence[Tensor]) -> set[int]:
         """Returns ids of those of the parameters whose gradients wrappers send in this pass."""
         sent: set[int] = set()
-        for _, state in self._of(params):
+        for _, state in self.of(params):
             if state.sends:
                 sent |= state.sent.intersection(map(id, params))
         return sent
 
     def shares(self, params: Sequence[Tensor]) -> bool:
         """Returns whether this pass sends all gradients of the parameters' wrappers, if any."""
-        sends = {state.sends for _, state in self._of(params)}
+        sends = {state.sends for _, state in self.of(params)}
         return not sends or (True in sends and False not in sends)
 
-    def _of(self, params: Sequence[Tensor]) -> list[tuple[DistributedDataParallel, _WrapperState]]:
+    def of(self, params: Sequence[Tensor]) -> list[tuple[DistributedDataParallel, _WrapperState]]:
         """Returns the wrappers that send a gradient of these parameters."""
         found: list[tuple[DistributedDataParallel, _WrapperState]] = []
         for state in self.states:
@@ -163,12 +163,12 @@ class DDPWrappers:
             params: The parameters.
             sent: What :meth:`sent` returned when it began.
         """
-        for wrapper, state in self._of(params):
+        for wrapper, state in self.of(params):
             state.end_pass(wrapper, is_sent=not state.sent.isdisjoint(sent))
 
     def end_block(self, params: Sequence[Tensor], *, is_sent: bool) -> None:
         """As :meth:`end_pass`, for a block: only where nothing has told of its passes."""
-        for wrapper, state in self._of(params):
+        for wrapper, state in self.of(params):
             if not state.watched:
                 state.end_pass(wrapper, is_sent=is_sent)
 
@@ -180,14 +180,14 @@ class DDPWrappers:
 
     def sends_earlier(self, params: Sequence[Tensor]) -> bool:
         """Returns whether this pass sends what ranks may hold of earlier ones."""
-        return any(state.is_local and state.sends for _, state in self._of(params))
+        return any(state.is_local and state.sends for _, state in self.of(params))
 
     def share_masters(self, params: Sequence[Tensor]) -> None:
         """Broadcasts masters, once for each wrapper of the parameters.
 
         The wrapper broadcasts rounded weights only.
         """
-        for wrapper, state in self._of(params):
+        for wrapper, state in self.of(params):
             if state.shared:
                 continue
             state.shared = True
