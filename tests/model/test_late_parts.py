@@ -25,13 +25,21 @@ def replace_head(model, optimizer):
     optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.05})
 
 
-@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
-def test_a_head_put_on_later_trains_with_its_group_from_its_exact_values(level):
+def prepare_in_two_calls(level):
+    model, optimizer = loops.plain_pair()
+    options = {"opt_level": level, "verbosity": 0, "loss_scale": 64.0}
+    amp.initialize(model, **options)
+    amp.initialize([], optimizer, **options)
+    return model, optimizer
+
+
+@loops.every(level=loops.LEVELS_SHORT, calls=[1, 2])
+def test_a_head_put_on_later_trains_with_its_group_from_its_exact_values(level, calls):
     plain, reference = loops.plain_pair()
     train_plain(plain, reference, 1)
     replace_head(plain, reference)
     train_plain(plain, reference, seed=2)
-    model, optimizer = prepare(level)
+    model, optimizer = prepare(level) if calls == 1 else prepare_in_two_calls(level)
     loops.train(model, optimizer, 1)
     replace_head(model, optimizer)
     assert model[2].weight.dtype is dtype_of(level)

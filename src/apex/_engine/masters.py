@@ -219,6 +219,7 @@ class MasterPair:
         model: The model's parameter.
         master: The fp32 parameter that optimizers step in its place.
         state: Whether the master's low bits are valid.
+        is_hooked: Whether a hook of the model's parameter prepares its gradient.
         made: The number of all pairs that were ever made.
     """
 
@@ -230,8 +231,7 @@ class MasterPair:
         self.master = master
         self.state = MasterState.FRESH
         MasterPair.made += 1
-        # Whether a hook of the model's parameter prepares its gradient.
-        self._is_hooked = False
+        self.is_hooked = False
         self._model_version = model._version
         # While an optimizer steps the master, minus the number of its thread.
         self._master_version = master._version
@@ -248,11 +248,11 @@ class MasterPair:
         update_model_from_masters([self])
         return rounding.exact_value(self.model, self.master)
 
-    def hook_once(self, hook: Callable[[Tensor], RemovableHandle]) -> None:
-        """Has ``hook`` register a hook of the model's parameter, once it requires a gradient."""
-        if self.model.requires_grad and not self._is_hooked:
-            self._is_hooked = True
-            weakref.finalize(self, hook(self.model).remove)
+    def hook(self, register: Callable[[Tensor], RemovableHandle]) -> None:
+        """Has ``register`` hook the model's parameter, if that requires a gradient."""
+        if self.model.requires_grad:
+            self.is_hooked = True
+            weakref.finalize(self, register(self.model).remove)
 
     @property
     def model_writes(self) -> int:

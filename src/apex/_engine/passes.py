@@ -39,7 +39,8 @@ def prepare_grads(pairs: Sequence[MasterPair], params: Sequence[Tensor]) -> None
 def hook_pairs(pairs: Iterable[MasterPair]) -> None:
     """Prepares each gradient by a hook of its own, where no hook of an output runs."""
     for pair in pairs:
-        pair.hook_once(hook)
+        if not pair.is_hooked:
+            pair.hook(hook)
 
 
 def hook(param: Tensor) -> RemovableHandle:

@@ -74,10 +74,12 @@ def make_masters(
         vars(model)[STATE].find_pairs()  # which keeps them alive
 
 
-def convert_late(session: Session, optimizer: Optimizer, params: Iterable[Tensor]) -> None:
-    """Casts modules that were added to a model, if they hold any of an optimizer's parameters."""
+def convert_late(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
+    """Casts modules that were added to models, if they hold any of an optimizer's parameters."""
     unknown = {id(param) for param in params if master_table.pair_of(param) is None}
-    if unknown:
+    if not unknown:
+        return
+    for session in Session.live:  # another call may have prepared the model
         for model in session.models:
             late = _cast_late(model, unknown)
             make_masters(session, model, late, [optimizer])

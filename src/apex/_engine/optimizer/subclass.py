@@ -115,7 +115,7 @@ class AmpOptimizer(Optimizer):
             super().add_param_group(param_group)
             params = self.param_groups[-1]["params"]
             old_dtypes = dtypes_of([self])
-            convert_late(prepared.session, self, params)
+            convert_late(self, params)
             prepared.create_missing_masters()
             match_states([self], old_dtypes)
         except BaseException:
