@@ -17,7 +17,7 @@ from apex._core import dtypes
 from apex._core.param_groups import exchange, is_trained, move_state, params_of
 from apex._engine import master_table, masters
 from apex._engine.autocast import ambient
-from apex._engine.masters import MasterPair
+from apex._engine.masters import Master, MasterPair
 from apex._engine.optimizer import block_step
 from apex._engine.optimizer.block_step import BlockStep, skips_in_kernel
 from apex._engine.passes import prepare_grads
@@ -120,11 +120,8 @@ class PreparedOptimizer:
 
     def trained_params(self) -> list[nn.Parameter]:
         """Returns the models' parameters that the optimizer trains, with or without a master."""
-        trained = params_of(self._optimizer())
-        for index, param in enumerate(trained):
-            if type(param) is masters.Master:
-                trained[index] = param._apex_model
-        return trained
+        params = params_of(self._optimizer())
+        return [param._apex_model if type(param) is Master else param for param in params]
 
     @untraced
     def create_missing_masters(self) -> bool:
@@ -139,7 +136,7 @@ class PreparedOptimizer:
         pairs: list[MasterPair] = []
         with without_overrides():
             for param in params_of(self._optimizer()):
-                if type(param) is masters.Master:
+                if type(param) is Master:
                     pair = param._apex_pair()
                     if pair is not None:
                         pairs.append(pair)
@@ -561,17 +558,16 @@ def reachable(
         is_beside = prepared not in own and prepared.is_used_here
         if is_free and is_beside and prepared.session.shards.reduces():
             lenders.append(prepared)
-    unowned: dict[int, nn.Parameter] = {}
+    reached: dict[int, nn.Parameter] = {}
     for other in Session.live:
         is_beside = other is session or other.thread is session.thread
         # FSDP2 gathers parameters for a pass, and reduces their gradients itself.
         if not is_beside or other.shards.groups:
             continue
         for model in other.models:
-            for param in params_in(model):
-                if id(param) not in stepped:
-                    unowned[id(param)] = param
-    return lenders, [*unowned.values()]
+            params = params_in(model)
+            reached.update(zip(map(id, params), params, strict=True))
+    return lenders, [param for key, param in reached.items() if key not in stepped]
 
 
 def unscale_grads(
@@ -589,6 +585,6 @@ def grads_of(prepared_optimizers: Sequence[PreparedOptimizer]) -> Collection[nn.
     params: dict[int, nn.Parameter] = {}  # each once, as optimizers may share some
     for prepared in prepared_optimizers:
         masters.widen_grads(prepared.pairs)
-        for param in prepared.trained_params():
-            params[id(param)] = param
+        trained = prepared.trained_params()
+        params.update(zip(map(id, trained), trained, strict=True))
     return params.values()
