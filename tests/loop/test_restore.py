@@ -119,6 +119,25 @@ def test_a_master_that_a_script_has_moved_to_another_optimizer_comes_back_there(
 
 
 @masters
+def test_an_optimizer_that_is_not_restored_shares_its_masters_with_the_next_call(level):
+    options = {"opt_level": level, "loss_scale": 8.0, "verbosity": 0}
+    model = loops.net()
+    first, second = loops.sgd(model[0].parameters()), loops.sgd(model.parameters())
+    amp.initialize(model, [first, second], **options)
+    loops.train(model, second)
+    amp.restore(model, first)
+    with torch.no_grad():
+        model[0].weight.add_(2.0**-14)
+    exact = loops.values(model.parameters())
+    amp.initialize(model, first, **options)
+    assert loops.same(loops.masters(second), exact)
+    loops.train(model, first)
+    assert loops.agree(model, second)
+    amp.restore(model, [first, second])
+    assert second.param_groups[0]["params"][0] is model[0].weight
+
+
+@masters
 def test_a_module_that_is_no_part_of_the_model_any_more_comes_back_too(level):
     model, optimizer = loops.trained(level)
     exact = loops.masters(optimizer)
