@@ -82,10 +82,8 @@ class ModelState:
         self._region: Region | None = None
         # Those whose casts its forward passes share.
         self.weights = Weights(model=model)
-        # The wrappers of parts of the model at its first forward pass with gradients.
-        self._parts: list[weakref.ref[DistributedDataParallel]] = []
-        # Whether they were searched for.
-        self._has_searched = False
+        # The wrappers of parts of the model, searched for in its first forward with gradients.
+        self._parts: list[weakref.ref[DistributedDataParallel]] | None = None
         # By ``id`` of a tensor: its entry in the state dict that is being made.
         self._saved = weakref.WeakValueDictionary[int, Tensor]()
 
@@ -198,8 +196,9 @@ class ModelState:
         hook_pairs(self.pairs)
         if session.has_scale and not (self.pairs or self._is_hooked):
             self._is_hooked = True
-            trained = [param for param in params_in(self.model) if param.requires_grad]
-            self._handles += map(hook, trained)
+            for param in params_in(self.model):
+                if param.requires_grad:
+                    weakref.finalize(self, hook(param).remove)
 
     def _wrappers(self) -> list[DistributedDataParallel]:
         """Returns the DDP wrappers in the model, and the active one."""
@@ -210,12 +209,11 @@ class ModelState:
         return [wrapper for wrapper in found if wrapper is not None]
 
     def _wrapped_parts(self) -> list[weakref.ref[DistributedDataParallel]]:
-        if not self._has_searched and torch.is_grad_enabled():
-            self._has_searched = True
-            for module in self.model.modules():
-                if isinstance(module, DistributedDataParallel):
-                    self._parts.append(weakref.ref(module))
-        return self._parts
+        if self._parts is None and torch.is_grad_enabled():
+            modules = self.model.modules()
+            wrapped = [part for part in modules if isinstance(part, DistributedDataParallel)]
+            self._parts = [*map(weakref.ref, wrapped)]
+        return self._parts or []
 
     def use(self, reader: FrameType | None = None) -> None:
         """Rounds written masters into a 16-bit model, whose forward or method is used."""
