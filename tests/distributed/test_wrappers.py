@@ -513,19 +513,24 @@ def test_a_wrapper_made_before_the_cast_trains_as_one_made_after(
     assert first == second == on_two_ranks(train_around, level, wrap, False, compiled)[0]
 
 
-def train_a_part(rank, first):
+def train_a_part(rank, level, first, mixed):
     part = cases.net(rank)
+    if mixed:  # as libraries load models
+        part[0].bfloat16()
     model = nn.Sequential(DistributedDataParallel(part) if first else part)
-    model, optimizer = cases.initialized("O5", model)
+    model, optimizer = cases.initialized(level, model)
     if not first:
         model[0] = DistributedDataParallel(part)
     loops.train(model, optimizer, data=(cases.rank_batch(rank, step) for step in range(3)))
     return cases.state(part, optimizer)
 
 
-def test_a_part_wrapped_before_its_parameters_are_cast_trains_as_one_wrapped_after(on_two_ranks):
-    first, second = on_two_ranks(train_a_part, True)
-    assert first == second == on_two_ranks(train_a_part, False)[0]
+@pytest.mark.parametrize(("level", "mixed"), [("O4", True), ("O5", False), ("O5", True)])
+def test_a_part_wrapped_before_its_parameters_are_cast_trains_as_one_wrapped_after(
+    on_two_ranks, level, mixed
+):
+    first, second = on_two_ranks(train_a_part, level, True, mixed)
+    assert first == second == on_two_ranks(train_a_part, level, False, mixed)[0]
 
 
 def train_alone(level, first, **options):

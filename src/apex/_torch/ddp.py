@@ -14,8 +14,8 @@ SENDS_LATER = "_apex_sends_later"
 It is true while a forward pass runs that will send them.
 """
 
-_NAMES_IN_C = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
-"""Parts of the names of 16-bit dtypes in what a wrapper logs."""
+_NAMES_IN_C = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "float"}
+"""Parts of the names of dtypes in what a wrapper logs."""
 
 
 def active_wrapper() -> DistributedDataParallel | None:
@@ -51,7 +51,7 @@ def is_unfinished(wrapper: DistributedDataParallel) -> bool:
 
 
 def _is_outdated(wrapper: DistributedDataParallel) -> bool:
-    """Returns whether parameters were cast to 16 bits after the wrapper was made.
+    """Returns whether parameters were cast after the wrapper was made.
 
     With the dtype of a parameter autograd drops the wrapper's hook, which sends the gradient.
     """
@@ -63,11 +63,14 @@ def _is_outdated(wrapper: DistributedDataParallel) -> bool:
         return False
     report: Any = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     made_for = str(report.get("dtypes", ""))
+    names: set[str] = set()  # of frozen parameters, too, which may have been trained then
     for param in attributes.get("_module_parameters", ()):
         name = _NAMES_IN_C.get(param.dtype, "")
+        names.add(name)
         if param.requires_grad and made_for and name not in made_for:
             return True
-    return False
+    kept = [name for name in _NAMES_IN_C.values() if name in made_for]
+    return not names.issuperset(kept)
 
 
 def is_joining(wrapper: DistributedDataParallel) -> bool:
