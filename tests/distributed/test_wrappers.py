@@ -533,6 +533,25 @@ def test_a_part_wrapped_before_its_parameters_are_cast_trains_as_one_wrapped_aft
     assert first == second == on_two_ranks(train_a_part, level, False, mixed)[0]
 
 
+def train_twice(rank, levels, rewraps):
+    """A model is restored and prepared again, under the wrapper that it has, or another one."""
+    model, optimizer = cases.initialized(levels[0], cases.net(rank))
+    wrapper = DistributedDataParallel(model)
+    loops.train(wrapper, optimizer, data=[cases.rank_batch(rank, 0)])
+    amp.restore(model, optimizer)
+    cases.initialized(levels[1], model, optimizer)
+    if rewraps:
+        wrapper = DistributedDataParallel(model)
+    loops.train(wrapper, optimizer, data=(cases.rank_batch(rank, step) for step in range(1, 4)))
+    return cases.state(model, optimizer)
+
+
+@pytest.mark.parametrize("levels", [("O4", "O5"), ("O5", "O4"), ("O5", "O2")])
+def test_a_wrapper_sends_what_a_second_initialize_has_cast(on_two_ranks, levels):
+    first, second = on_two_ranks(train_twice, levels, False)
+    assert first == second == on_two_ranks(train_twice, levels, True)[0]
+
+
 def train_alone(level, first, **options):
     """Masters that a single rank trains, wrapped before or after ``initialize``."""
     torch.manual_seed(0)

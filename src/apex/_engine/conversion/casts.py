@@ -18,6 +18,7 @@ from apex._engine.conversion.plan import planned_dtypes
 from apex._engine.conversion.state import ModelState
 from apex._engine.masters import MasterPair
 from apex._engine.session import STATE, Session
+from apex._engine.wrappers.ddp import wrappers
 from apex._torch.modules import flatten_rnns, named_tensors
 from apex._torch.parameters import set_in_place
 
@@ -134,8 +135,10 @@ def undo_convert(model: nn.Module) -> None:
     Allocates no tensors, so it works out of memory.
     """
     state: ModelState = model.__dict__.pop(STATE)
-    for tensor in named_tensors(model).values():
+    tensors = [*named_tensors(model).values()]
+    for tensor in tensors:
         master_table.exact.pop(tensor, None)
+    wrappers.drop(tensors)
     swap_class(model, plain_class(type(model)))
     state.remove_handles()
     if state.inner_forward is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -155,6 +155,11 @@ class DDPWrappers:
 
     def _forget(self, dead: weakref.ref[DistributedDataParallel]) -> None:
         self.states = [state for state in self.states if state.wrapper is not dead]
+
+    def drop(self, params: Iterable[Tensor]) -> None:
+        """Forgets the wrappers of a model that becomes plain: its next dtypes may be others."""
+        ids = {*map(id, params)}
+        self.states = [state for state in self.states if state.sent.isdisjoint(ids)]
 
     def end_pass(self, params: Sequence[Tensor], *, sent: Set[int]) -> None:
         """Records that a pass over parameters is over.
