@@ -534,20 +534,25 @@ def test_a_part_wrapped_before_its_parameters_are_cast_trains_as_one_wrapped_aft
 
 
 def train_twice(rank, levels, rewraps):
-    """A model is restored and prepared again, under the wrapper that it has, or another one."""
+    """A model is restored, and perhaps prepared again, under its old wrapper or another one."""
     model, optimizer = cases.initialized(levels[0], cases.net(rank))
     wrapper = DistributedDataParallel(model)
     loops.train(wrapper, optimizer, data=[cases.rank_batch(rank, 0)])
     amp.restore(model, optimizer)
-    cases.initialized(levels[1], model, optimizer)
+    if levels[1]:
+        cases.initialized(levels[1], model, optimizer)
     if rewraps:
         wrapper = DistributedDataParallel(model)
-    loops.train(wrapper, optimizer, data=(cases.rank_batch(rank, step) for step in range(1, 4)))
+    for step in range(1, 4):
+        loops.plain_step(wrapper, optimizer, *cases.rank_batch(rank, step))
     return cases.state(model, optimizer)
 
 
-@pytest.mark.parametrize("levels", [("O4", "O5"), ("O5", "O4"), ("O5", "O2")])
-def test_a_wrapper_sends_what_a_second_initialize_has_cast(on_two_ranks, levels):
+AGAIN = [("O4", "O5"), ("O5", "O4"), ("O5", "O5"), ("O5", "O3"), ("O5", None), ("O3", None)]
+
+
+@pytest.mark.parametrize("levels", AGAIN)
+def test_a_wrapper_of_a_restored_model_sends_its_gradients(on_two_ranks, levels):
     first, second = on_two_ranks(train_twice, levels, False)
     assert first == second == on_two_ranks(train_twice, levels, True)[0]
 
@@ -576,6 +581,20 @@ def test_a_single_rank_may_wrap_before_or_after_initialize(level, option):
     finally:
         gc.collect()
         torch.distributed.destroy_process_group()
+
+
+def test_a_model_is_restored_after_the_end_of_its_process_group():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model, optimizer = loops.prepared("O5", model=loops.Net())
+        wrapper = DistributedDataParallel(model)
+        loops.train(wrapper, optimizer)
+    finally:
+        torch.distributed.destroy_process_group()
+    exact = loops.masters(optimizer)
+    amp.restore(model, optimizer)
+    assert loops.same(exact, loops.values(wrapper.parameters()))
 
 
 class Sent(TorchDispatchMode):

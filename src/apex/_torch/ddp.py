@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, distributed
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 SENDS_LATER = "_apex_sends_later"
@@ -14,8 +14,8 @@ SENDS_LATER = "_apex_sends_later"
 It is true while a forward pass runs that will send them.
 """
 
-_NAMES_IN_C = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "float"}
-"""Parts of the names of dtypes in what a wrapper logs."""
+_KEPT = "apex.kept"
+"""Key in the metadata of nodes."""
 
 
 def active_wrapper() -> DistributedDataParallel | None:
@@ -50,27 +50,30 @@ def is_unfinished(wrapper: DistributedDataParallel) -> bool:
     return False
 
 
-def _is_outdated(wrapper: DistributedDataParallel) -> bool:
-    """Returns whether parameters were cast after the wrapper was made.
+def _lacks_hooks(wrapper: DistributedDataParallel) -> bool:
+    """Returns whether a parameter was cast after the wrapper was made.
 
-    With the dtype of a parameter autograd drops the wrapper's hook, which sends the gradient.
+    With the dtype of a parameter autograd drops the node that adds to its gradient, and with it the
+    wrapper's hook, which sends the gradient. Otherwise the wrapper keeps the node alive.
     """
-    # Private in torch: the parameters, and the dtypes that the reducer was made for. Without them,
-    # as in a wrapper of wrappers, or where it sends later or casts itself, the answer is no.
+    # Private in torch: the parameters, and the reducer, which has the hooks. Without them, as in a
+    # wrapper of wrappers, or where it sends later or casts itself, the answer is no.
     attributes = vars(wrapper)
     casts = attributes.get("mixed_precision") is not None
-    if attributes.get("logger") is None or SENDS_LATER in attributes or casts:
+    if attributes.get("reducer") is None or SENDS_LATER in attributes or casts:
         return False
-    report: Any = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    made_for = str(report.get("dtypes", ""))
-    names: set[str] = set()  # of frozen parameters, too, which may have been trained then
     for param in attributes.get("_module_parameters", ()):
-        name = _NAMES_IN_C.get(param.dtype, "")
-        names.add(name)
-        if param.requires_grad and made_for and name not in made_for:
-            return True
-    kept = [name for name in _NAMES_IN_C.values() if name in made_for]
-    return not names.issuperset(kept)
+        if param.requires_grad:
+            _metadata(param)[_KEPT] = True
+            is_kept = _metadata(param).pop(_KEPT, False)
+            if not is_kept:
+                return True
+    return False
+
+
+def _metadata(param: Tensor) -> Any:
+    """Returns what is noted on the node that adds to a parameter's gradient, and lives with it."""
+    return get_gradient_edge(param).node.metadata
 
 
 def is_joining(wrapper: DistributedDataParallel) -> bool:
@@ -84,12 +87,11 @@ def is_joining(wrapper: DistributedDataParallel) -> bool:
 
 
 def rebuild_reducer(wrapper: Any) -> None:
-    """Recreates the reducer of a wrapper if its parameters' dtypes have changed.
+    """Recreates the reducer of a wrapper whose parameters were cast since, with other buckets.
 
-    Its buckets have the old dtypes, and autograd dropped its hooks with the change. In torch, only
-    restoring the state of a wrapper creates a new reducer.
+    In torch, only restoring the state of a wrapper creates a new reducer.
     """
-    if _is_outdated(wrapper):
+    if _lacks_hooks(wrapper):
         wrapper.__setstate__(vars(wrapper).copy())  # with its own process group
         hooks = vars(wrapper).get("_comm_hooks", [])
         registered = [*hooks]

@@ -138,8 +138,8 @@ def undo_convert(model: nn.Module) -> None:
     tensors = [*named_tensors(model).values()]
     for tensor in tensors:
         master_table.exact.pop(tensor, None)
-    wrappers.drop(tensors)
     swap_class(model, plain_class(type(model)))
     state.remove_handles()
     if state.inner_forward is not None:
         model.__dict__.setdefault("forward", state.inner_forward)
+    wrappers.drop(tensors)

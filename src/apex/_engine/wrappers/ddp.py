@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apex._engine import master_table
 from apex._engine.masters import mark_exact
-from apex._torch import ddp, parameters
+from apex._torch import ddp, parameters, ranks
 
 
 @dataclass
@@ -40,10 +40,9 @@ class _WrapperState:
 
     def mark_forward(self, wrapper: DistributedDataParallel, *, watched: bool) -> None:
         """Records whether a forward pass that begins now will send its gradients."""
-        if torch.is_grad_enabled():
-            self.watched = watched
-            self.sends = ddp.sends(wrapper) or bool(self.sends)
-            self.is_local |= not self.sends
+        self.watched = watched
+        self.sends = ddp.sends(wrapper) or bool(self.sends)
+        self.is_local |= not self.sends
 
     def end_pass(self, wrapper: DistributedDataParallel, *, is_sent: bool) -> None:
         """Records that a pass has ended: a forward pass sends only one."""
@@ -79,6 +78,8 @@ class DDPWrappers:
         Raises:
             RuntimeError: If ranks may run out of data.
         """
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return  # no pass follows
         state = self._state_of(wrapper)
         if state is None:
             ddp.rebuild_reducer(wrapper)  # it may be older than the parameters' casts
@@ -101,7 +102,7 @@ class DDPWrappers:
         """As :meth:`mark_forward`, where compiled code runs under the active wrapper, if known."""
         active = ddp.active_wrapper()
         state = self._state_of(active)
-        if active is not None and state is not None:
+        if active is not None and state is not None and torch.is_grad_enabled():
             state.mark_forward(active, watched=watched)
 
     def reused(self, params: Sequence[Tensor]) -> set[int]:
@@ -156,10 +157,12 @@ class DDPWrappers:
     def _forget(self, dead: weakref.ref[DistributedDataParallel]) -> None:
         self.states = [state for state in self.states if state.wrapper is not dead]
 
-    def drop(self, params: Iterable[Tensor]) -> None:
-        """Forgets the wrappers of a model that becomes plain: its next dtypes may be others."""
-        ids = {*map(id, params)}
-        self.states = [state for state in self.states if state.sent.isdisjoint(ids)]
+    def drop(self, params: Sequence[Tensor]) -> None:
+        """Forgets the wrappers of a model that becomes plain, and has them send its dtypes."""
+        for wrapper, state in self.of(params):
+            self.states.remove(state)
+            if ranks.is_running():
+                ddp.rebuild_reducer(wrapper)
 
     def end_pass(self, params: Sequence[Tensor], *, sent: Set[int]) -> None:
         """Records that a pass over parameters is over.
