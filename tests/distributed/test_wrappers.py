@@ -533,16 +533,16 @@ def test_a_part_wrapped_before_its_parameters_are_cast_trains_as_one_wrapped_aft
     assert first == second == on_two_ranks(train_a_part, level, False, mixed)[0]
 
 
-def train_twice(rank, levels, rewraps):
+def train_twice(rank, levels, wrap, rewraps):
     """A model is restored, and perhaps prepared again, under its old wrapper or another one."""
     model, optimizer = cases.initialized(levels[0], cases.net(rank))
-    wrapper = DistributedDataParallel(model)
+    wrapper = WRAPS[wrap](model)
     loops.train(wrapper, optimizer, data=[cases.rank_batch(rank, 0)])
     amp.restore(model, optimizer)
     if levels[1]:
         cases.initialized(levels[1], model, optimizer)
     if rewraps:
-        wrapper = DistributedDataParallel(model)
+        wrapper = WRAPS[wrap](model)
     for step in range(1, 4):
         loops.plain_step(wrapper, optimizer, *cases.rank_batch(rank, step))
     return cases.state(model, optimizer)
@@ -552,9 +552,10 @@ AGAIN = [("O4", "O5"), ("O5", "O4"), ("O5", "O5"), ("O5", "O3"), ("O5", None), (
 
 
 @pytest.mark.parametrize("levels", AGAIN)
-def test_a_wrapper_of_a_restored_model_sends_its_gradients(on_two_ranks, levels):
-    first, second = on_two_ranks(train_twice, levels, False)
-    assert first == second == on_two_ranks(train_twice, levels, True)[0]
+@pytest.mark.parametrize("wrap", ["torch", "apex delayed"])
+def test_a_wrapper_of_a_restored_model_sends_its_gradients(on_two_ranks, levels, wrap):
+    first, second = on_two_ranks(train_twice, levels, wrap, False)
+    assert first == second == on_two_ranks(train_twice, levels, wrap, True)[0]
 
 
 def train_alone(level, first, **options):
