@@ -1,11 +1,11 @@
-"""The session of one ``initialize`` call: its policy, scalers, masters and members."""
+"""The session of one ``initialize`` call: its policy, scalers, casts and models."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import Any, ClassVar, Literal, cast
 
 from torch import Tensor, nn
 
@@ -38,12 +38,9 @@ Maker = Literal["initialize", "init", "suggest"]
 """The public function that makes a session; one for ``suggest`` is known to no other."""
 
 
-class Member(Protocol):
-    """The state of an optimizer, as its session and models know it."""
-
-    def forget_cleared(self, cleared: Sequence[Tensor]) -> None:
-        """Forgets what unfinished passes hold for parameters whose gradients were cleared."""
-        ...
+live_optimizers: WeakList[Any] = WeakList()
+"""The states of the prepared optimizers, which keep them alive, in the same order on all ranks:
+they communicate for each in turn."""
 
 
 class Session:
@@ -111,9 +108,6 @@ class Session:
         self._functions = functions
         # Costs 4 bytes per element: only where a script asks for it.
         self.keep_fp32 = keep_fp32
-        # The states of prepared optimizers, which keep them alive, in the same order on all ranks:
-        # they communicate for each in turn.
-        self.members = WeakList[Member]()
         self._models = WeakList[nn.Module]()
         # What shares gradients among ranks, beside DistributedDataParallel.
         self.shards = Shards()
@@ -124,7 +118,7 @@ class Session:
         self.live.add(self)
         tag_caches()
 
-    # -- members -----------------------------------------------------------------------------
+    # -- models ------------------------------------------------------------------------------
 
     @property
     def models(self) -> list[nn.Module]:
@@ -193,7 +187,7 @@ class Session:
     @untraced
     def check_shards(self) -> None:
         """Raises RuntimeError if a model was sharded after it was prepared with an optimizer."""
-        if any(self.members):
+        if any(prepared.session is self for prepared in live_optimizers):
             self.shards.check(self.models, drifts=self.drifts)
 
     def shares_grads(self, params: Sequence[Tensor]) -> bool:
@@ -201,16 +195,8 @@ class Session:
         return self.shards.reduces() and wrappers.shares(params)
 
 
-def live_members() -> list[Any]:
-    """Returns the states of the live optimizers of all sessions."""
-    members: list[Any] = []
-    for session in Session.live:
-        members += session.members
-    return members
-
-
 @untraced  # dynamo of torch 2.10 cannot trace the weak table
 def forget_cleared(cleared: Sequence[Tensor]) -> None:
     """Forgets what unfinished passes hold for parameters whose gradients were cleared."""
-    for member in live_members():  # of any session, as it may train these parameters
-        member.forget_cleared(cleared)
+    for prepared in live_optimizers:  # of any session, as it may train these parameters
+        prepared.forget_cleared(cleared)

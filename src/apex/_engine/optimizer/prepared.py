@@ -22,7 +22,7 @@ from apex._engine.optimizer import block_step
 from apex._engine.optimizer.block_step import BlockStep, skips_in_kernel
 from apex._engine.passes import prepare_grads
 from apex._engine.scaler import OverflowFlag, Scaler
-from apex._engine.session import Session, live_members
+from apex._engine.session import Session, live_optimizers
 from apex._engine.stash import Stash
 from apex._engine.wrappers.ddp import wrappers
 from apex._torch import dtensor, foreach
@@ -157,7 +157,7 @@ class PreparedOptimizer:
         exchange(self.optimizer, {id(pair.master): pair.model for pair in self.pairs})
         self.pairs.clear()
         self.until_plain.close()
-        self.session.members.remove(self)
+        live_optimizers.remove(self)
 
     # -- passes ------------------------------------------------------------------------------
 
@@ -519,8 +519,7 @@ class PreparedOptimizer:
 
 def optimizers_of(session: Session) -> list[PreparedOptimizer]:
     """Returns the states of a session's live optimizers."""
-    members: list[Any] = [*session.members]
-    return members
+    return [prepared for prepared in live_optimizers if prepared.session is session]
 
 
 def with_sharers(prepared_optimizers: Sequence[PreparedOptimizer]) -> list[PreparedOptimizer]:
@@ -529,7 +528,7 @@ def with_sharers(prepared_optimizers: Sequence[PreparedOptimizer]) -> list[Prepa
     Sharing is transitive.
     """
     sharing = list(prepared_optimizers)
-    others: list[PreparedOptimizer] = live_members()
+    others: list[PreparedOptimizer] = [*live_optimizers]
     if others == sharing:
         return sharing
     for prepared in sharing:  # which grows meanwhile
@@ -550,7 +549,7 @@ def reachable(
     """
     lenders: list[PreparedOptimizer] = []
     stepped: set[int] = set()
-    for prepared in live_members():
+    for prepared in live_optimizers:
         trained = prepared.trained_params()
         stepped.update(map(id, trained))
         begun = prepared.unfinished_pass

@@ -19,7 +19,7 @@ from apex._engine import master_table, masters
 from apex._engine.conversion.casts import convert_late
 from apex._engine.conversion.copies import deepcopy_by_class, object_of
 from apex._engine.optimizer.prepared import PreparedOptimizer, unscale_grads
-from apex._engine.session import Session, forget_cleared
+from apex._engine.session import Session, forget_cleared, live_optimizers
 from apex._torch.dynamo import untraced, untraced_frame
 
 _SCALING = "_step_supports_amp_scaling"
@@ -194,7 +194,7 @@ def prepare_optimizer(session: Session, optimizer: Optimizer, undo: ExitStack) -
     """Prepares one more optimizer of a session; ``undo`` receives the inverse."""
     prepared = PreparedOptimizer(session, optimizer)
     prepared.create_missing_masters()
-    session.members.add(prepared)
+    live_optimizers.add(prepared)
     undo.callback(prepared.close)
     undo.callback(unprepare_class, optimizer)
     _set_class(optimizer, prepared)

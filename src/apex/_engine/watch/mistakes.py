@@ -27,7 +27,7 @@ from apex._core import dtypes
 from apex._engine.backward import BLOCK, BackwardPass
 from apex._engine.masters import Mark, is_zero
 from apex._engine.scaler import Scaler
-from apex._engine.session import live_members
+from apex._engine.session import live_optimizers
 from apex._torch.autograd import at_end_of_pass, backward_id, leaves_of
 from apex._torch.dynamo import untraced
 
@@ -213,7 +213,7 @@ class BlockInspection:
         self._hooks += hooked(self._params, self._reach_own)
         lenders, unowned = block.borrowable()
         own = {*map(id, trained), *map(id, unowned)}
-        for prepared in live_members():
+        for prepared in live_optimizers:
             begun = prepared.unfinished_pass
             is_open = begun is not None and begun.is_open  # a block around this one
             if is_open or prepared in lenders:

@@ -21,8 +21,9 @@ from apex._core.arguments import positional_names
 from apex._core.samples import sample
 from apex._engine import master_table
 from apex._engine.conversion.state import ModelState
+from apex._engine.optimizer.prepared import optimizers_of
 from apex._engine.scaler import Readback
-from apex._engine.session import live_members
+from apex._engine.session import live_optimizers
 from apex._engine.watch.sums import Mark, Sums
 from apex._torch.copies import is_readable
 from apex._torch.dispatch_modes import suspend_modes
@@ -191,14 +192,11 @@ class Writes:
         buffers.
         """
         stepped = _stepped()
+        has_optimizers = bool(optimizers_of(state.session))
         watched: list[tuple[str, Tensor]] = []
         for name, param in named_parameters(model):
             is_trained = id(param) in stepped
-            if (
-                master_table.pair_of(param) is None
-                and param.requires_grad
-                and any(state.session.members)
-            ):
+            if master_table.pair_of(param) is None and param.requires_grad and has_optimizers:
                 is_trained = True
             if not is_trained:
                 watched.append((name, param))
@@ -339,7 +337,7 @@ def _stepped() -> set[int]:
     An optimizer with masters steps no others: it may hold a momentum encoder, which is frozen.
     """
     stepped: set[int] = set()
-    for prepared in live_members():
+    for prepared in live_optimizers:
         with_master = [pair.model for pair in prepared.pairs]
         stepped.update(map(id, with_master or prepared.trained_params()))
     return stepped
