@@ -64,6 +64,7 @@ def create(param: nn.Parameter, value: Tensor | None = None) -> MasterPair:
             value = rounding.exact_value(param, exact.get(param))
         pair = MasterPair(param, cast(Master, make_master(value, Master)))
         _by_param[id(param)] = pair
+        pair.count()
     elif value is not None and value.dtype is not param.dtype:
         # An optimizer has kept it from before ``amp.restore``.
         parameters.set_data(pair.master, make_master(value))

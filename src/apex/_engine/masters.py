@@ -230,7 +230,6 @@ class MasterPair:
         self.model = model
         self.master = master
         self.state = MasterState.FRESH
-        MasterPair.made += 1
         self.is_hooked = False
         self._model_version = model._version
         # While an optimizer steps the master, minus the number of its thread.
@@ -247,6 +246,10 @@ class MasterPair:
         """Returns the fp32 value in memory of its own."""
         update_model_from_masters([self])
         return rounding.exact_value(self.model, self.master)
+
+    def count(self) -> None:
+        """Counts the pair, which others find from now on."""
+        MasterPair.made += 1
 
     def hook(self, register: Callable[[Tensor], RemovableHandle]) -> None:
         """Has ``register`` hook the model's parameter, if that requires a gradient."""
