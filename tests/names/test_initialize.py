@@ -136,6 +136,21 @@ def test_an_error_in_the_midst_of_it_leaves_everything_as_it_was(level):
     loops.train(*loops.prepared("O5", model=model), data=loops.small_batches(3))
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_error_leaves_the_fp32_values_that_an_earlier_call_keeps(level):
+    shared = nn.BatchNorm1d(2)
+    shared.running_mean.fill_(1 + 2**-12)
+    options = {"opt_level": level, "keep_batchnorm_fp32": False, "verbosity": 0}
+    amp.initialize(shared, **options)
+    late = nn.Linear(2, 2)
+    optimizer = loops.sgd(late.parameters())
+    group = optimizer.param_groups[0]
+    group["params"] = Locked(group["params"])
+    with pytest.raises(TypeError, match="locked"):
+        amp.initialize(nn.Sequential(shared, late), optimizer, **options)
+    assert shared.state_dict()["running_mean"].eq(1 + 2**-12).all()
+
+
 # -- levels ----------------------------------------------------------------------------------
 
 

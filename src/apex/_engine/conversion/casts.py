@@ -137,7 +137,8 @@ def undo_convert(model: nn.Module) -> None:
     state: ModelState = model.__dict__.pop(STATE)
     tensors = [*named_tensors(model).values()]
     for tensor in tensors:
-        master_table.exact.pop(tensor, None)
+        if not dtypes.is_low_precision(tensor):  # or an earlier call has cast it
+            master_table.exact.pop(tensor, None)
     swap_class(model, plain_class(type(model)))
     state.remove_handles()
     if state.inner_forward is not None:
