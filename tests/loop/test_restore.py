@@ -158,6 +158,18 @@ def test_masters_are_gone_with_their_model_while_another_trains_on(level):
     assert master() is None
 
 
+@masters
+def test_a_part_that_outlives_its_model_stays_exact_and_keeps_no_other_weight(level):
+    model, optimizer = loops.trained(level)
+    part = model[0]
+    exact = part.state_dict()["weight"].clone()
+    other = weakref.ref(model[2].weight)
+    del model, optimizer
+    gc.collect()
+    assert torch.equal(part.state_dict()["weight"], exact)
+    assert other() is None
+
+
 @pytest.mark.parametrize("early", [True, False])
 def test_a_scheduler_works_on(level, early):
     model, optimizer = loops.plain_pair()

@@ -37,7 +37,7 @@ from apex._torch.dynamo import (
     recompile_on_change,
     untraced,
 )
-from apex._torch.modules import named_parameters, own_tensors, params_in
+from apex._torch.modules import modules_in, named_parameters, own_tensors, params_in
 
 Entries = MutableMapping[str, Any]
 """A state dict."""
@@ -61,7 +61,6 @@ class ModelState:
             plan: The conversion.
             session: Has the masters of the parameters, and is kept alive.
         """
-        self._model = weakref.ref(model)
         self.plan = plan
         self.session = session
         # A ``forward`` that was set on the object, called in place of the class's.
@@ -74,8 +73,11 @@ class ModelState:
         # What conversion has added, newest last, to remove at the end.
         self._handles: list[Removable] = []
         # The pairs of its parameters, of so many that there were.
-        self._pairs: Sequence[MasterPair] = ()
+        self._pairs = pairs = list[MasterPair]()
         self._pairs_of = 0
+        # Those of each part: its hooks keep this object alive for longer than the model.
+        self._own_pairs = weakref.WeakKeyDictionary[nn.Module, Any]()
+        self._model = weakref.ref(model, lambda _: pairs.clear())
         # Whether hooks of its parameters prepare their gradients, as they have no masters.
         self._is_hooked = False
         # A region in place of the session's.
@@ -121,7 +123,11 @@ class ModelState:
     def find_pairs(self) -> None:
         """Finds the pairs of the model's parameters, and keeps them alive."""
         self._pairs_of = MasterPair.made
-        self._pairs = master_table.pairs_of(param for _, param in named_parameters(self.model))
+        model = self.model
+        self._pairs[:] = master_table.pairs_of(param for _, param in named_parameters(model))
+        for part in modules_in(model):
+            own = [tensor for _, tensor in own_tensors(part)]
+            self._own_pairs[part] = master_table.pairs_of(own)
 
     @property
     def follows_passes(self) -> bool:
