@@ -151,6 +151,15 @@ def test_an_error_leaves_the_fp32_values_that_an_earlier_call_keeps(level):
     assert shared.state_dict()["running_mean"].eq(1 + 2**-12).all()
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_weight_that_an_earlier_call_has_cast_is_cast_to_no_other_dtype(level):
+    shared, optimizer = loops.prepared("O5")
+    outer = nn.Sequential(shared[0], nn.Linear(2, 2))
+    late = loops.sgd(outer[1].parameters())
+    with loops.nothing_changes(shared, optimizer), pytest.raises(RuntimeError, match="an earlier"):
+        amp.initialize(outer, late, opt_level=level, verbosity=0)
+
+
 # -- levels ----------------------------------------------------------------------------------
 
 

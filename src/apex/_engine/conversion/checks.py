@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from apex._core import dtypes
 from apex._core.arguments import parameters_of
 from apex._core.param_groups import params_of
+from apex._engine import master_table
 from apex._engine.conversion.plan import ModelPlan, matches, named_submodules, planned_dtypes
 from apex._engine.conversion.state import state_of
 from apex._torch import dtensor, fsdp
@@ -103,6 +104,13 @@ def _fault(tensor: Tensor, planned: torch.dtype, plan: ModelPlan) -> str | None:
             f"fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype={low})) casts, and "
             "keeps fp32 shards for amp.initialize(..., opt_level='O0'); with fp16, add "
             "loss_scale='dynamic'. Shard an fp32 model: model.float() before fully_shard."
+        )
+    was_cast = dtypes.is_low_precision(tensor) and master_table.exact_value(tensor) is not None
+    if is_cast and was_cast:
+        return (
+            f"cast to {tensor.dtype} by an earlier amp.initialize call, whose model shares it. "
+            "Use that call's opt_level, or call amp.restore(model, optimizer) for its model first. "
+            "If its model is gone, pass copy.deepcopy(part), which is plain."
         )
     # A 0-d tensor combines with any dtype, like a Python number.
     is_double = isinstance(tensor, nn.Parameter) and tensor.dtype is torch.float64
