@@ -170,6 +170,17 @@ def test_a_part_that_outlives_its_model_stays_exact_and_keeps_no_other_weight(le
     assert other() is None
 
 
+@masters
+def test_a_master_begins_with_the_fp32_value_that_an_earlier_call_keeps(level):
+    part = nn.Linear(2, 2)
+    exact = part.weight.detach().clone()
+    options = {"opt_level": level, "keep_fp32_values": True, "verbosity": 0}
+    amp.initialize(part, **options)
+    optimizer = loops.sgd(part.parameters())
+    amp.initialize(nn.Sequential(part, nn.ReLU()), optimizer, **options)
+    assert torch.equal(optimizer.param_groups[0]["params"][0], exact)
+
+
 @pytest.mark.parametrize("early", [True, False])
 def test_a_scheduler_works_on(level, early):
     model, optimizer = loops.plain_pair()

@@ -60,7 +60,7 @@ def create(param: nn.Parameter, value: Tensor | None = None) -> MasterPair:
     """
     pair = pair_of(param)
     if pair is None:
-        if value is None:
+        if value is None or value.dtype is param.dtype:
             value = rounding.exact_value(param, exact.get(param))
         pair = MasterPair(param, cast(Master, make_master(value, Master)))
         _by_param[id(param)] = pair
