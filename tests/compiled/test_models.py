@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import trace_rules
 
 from apex import amp
 from tests.compiled import cases
@@ -244,6 +245,13 @@ def prepared_until_a_collection(level):
     model.cycle = [model]
 
 
+@pytest.fixture
+def collects_when_told():
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def collecting_backend(graph, example_inputs):
     gc.collect()
     return graph
@@ -257,10 +265,13 @@ def test_a_session_that_ends_while_dynamo_traces_leaves_no_casts():
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize("ends", ["before", "after"])
+@pytest.mark.parametrize("ends", ["at first", "before", "after"])
 @pytest.mark.parametrize(("ended", "level"), [("O4", "O0"), ("O4", "O2"), ("O1", "O5")])
-def test_a_session_that_ends_while_dynamo_traces_changes_no_other_model(ended, level, ends):
-    """It ends before the forward of the other is traced, or before its guards are made."""
+@pytest.mark.usefixtures("collects_when_told")
+def test_a_session_that_ends_while_dynamo_traces_changes_no_other_model(
+    monkeypatch, ended, level, ends
+):
+    """It ends before a trace begins, before the forward is traced, or before guards are made."""
     plain = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     prepared_until_a_collection(ended)
     model, _ = loops.prepared(level, model=plain)
@@ -268,5 +279,8 @@ def test_a_session_that_ends_while_dynamo_traces_changes_no_other_model(ended, l
     backend = "aot_eager" if ends == "before" else collecting_backend
     run = torch.compile(lambda x: torch.softmax(model(x * (1.0 + factor())), 1), backend=backend)
     x = torch.randn(3, 4)
+    if ends == "at first":
+        check = trace_rules.check
+        monkeypatch.setattr(trace_rules, "check", lambda *a, **k: (gc.collect(), check(*a, **k))[1])
     output = run(x)
     assert loops.same(output, torch.softmax(model(x * (1.0 + factor())), 1))

@@ -130,15 +130,22 @@ def is_compiling_here() -> bool:
     return callable(callback) or is_tracing() or torch._guards.CompileContext.try_get() is not None
 
 
-def sets_config() -> bool:
-    """Returns whether the calling code, such as a finalizer, interrupts a change of torch's config.
+CONFIG = "torch.utils._config_module"
+"""The module that changes torch's config, which it keeps in ContextVars.
 
-    torch keeps its config in ContextVars. Before Python 3.12, the collector may run inside
-    ``ContextVar.set``, which crashes if a finalizer sets another one.
-    """
+Before Python 3.12, the collector may run inside ``ContextVar.set``, which crashes if a finalizer
+sets another one.
+"""
+
+DYNAMO = "torch._dynamo.eval_frame"
+"""The module that calls compiled code, and restores the thread's dispatch keys after it."""
+
+
+def is_called_in(module: str) -> bool:
+    """Returns whether the calling code, such as a finalizer, interrupts code of a module."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.utils._config_module":
+        if frame.f_globals.get("__name__") == module:
             return True
         frame = frame.f_back
     return False

@@ -32,7 +32,14 @@ from apex._engine.autocast.weights import Weights, shared
 from apex._engine.registry import live
 from apex._torch.autograd import autocast_depth, backward_id
 from apex._torch.dispatcher import AUTOCAST_KEYS, weight_cache_is_safe
-from apex._torch.dynamo import is_compiling_here, sets_config, untraced, untraced_frame
+from apex._torch.dynamo import (
+    CONFIG,
+    DYNAMO,
+    is_called_in,
+    is_compiling_here,
+    untraced,
+    untraced_frame,
+)
 
 OFF = torch.float32
 """The CPU's autocast dtype in ``casts_off`` blocks, and nowhere else.
@@ -207,7 +214,7 @@ def tag_caches() -> None:
     """
     from torch.compiler import config
 
-    _here.is_tagged = not sets_config()  # first, as a session may be collected meanwhile
+    _here.is_tagged = not is_called_in(CONFIG)  # first, as a session may be collected meanwhile
     if not _here.is_tagged:
         return
     digests = {spec.digest for spec in _specs_with_rows()}
@@ -244,7 +251,9 @@ def follow_sessions() -> None:
     if specs == _here.specs:
         return
     # A block, a backward pass and dynamo restore autocast's state when they end.
-    if autocast_depth() > 0 or backward_id() != -1 or is_compiling_here():
+    if autocast_depth() > 0 or backward_id() != -1:
+        return
+    if is_compiling_here() or is_called_in(DYNAMO):
         return
     devices = devices_on()
     for spec in _here.specs:

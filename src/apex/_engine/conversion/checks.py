@@ -105,8 +105,8 @@ def _fault(tensor: Tensor, planned: torch.dtype, plan: ModelPlan) -> str | None:
             "keeps fp32 shards for amp.initialize(..., opt_level='O0'); with fp16, add "
             "loss_scale='dynamic'. Shard an fp32 model: model.float() before fully_shard."
         )
-    was_cast = dtypes.is_low_precision(tensor) and master_table.exact_value(tensor) is not None
-    if is_cast and was_cast:
+    was_cast = master_table.pair_of(tensor) is not None or tensor in master_table.exact
+    if is_cast and was_cast and dtypes.is_low_precision(tensor):
         return (
             f"cast to {tensor.dtype} by an earlier amp.initialize call, whose model shares it. "
             "Use that call's opt_level, or call amp.restore(model, optimizer) for its model first. "
