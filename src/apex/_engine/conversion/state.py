@@ -72,12 +72,13 @@ class ModelState:
         self.was_copied = False
         # What conversion has added, newest last, to remove at the end.
         self._handles: list[Removable] = []
-        # The pairs of its parameters, of so many that there were.
-        self._pairs = pairs = list[MasterPair]()
-        self._pairs_of = 0
-        # Those of each part: its hooks keep this object alive for longer than the model.
-        self._own_pairs = weakref.WeakKeyDictionary[nn.Module, Any]()
+        # The pairs of its parameters while the model lives, found among so many.
+        pairs: list[MasterPair] = []
         self._model = weakref.ref(model, lambda _: pairs.clear())
+        self._pairs = pairs
+        self._pairs_of = 0
+        # Those of each part, whose hooks may keep this object alive for longer.
+        self._own_pairs = weakref.WeakKeyDictionary[nn.Module, Any]()
         # Whether hooks of its parameters prepare their gradients, as they have no masters.
         self._is_hooked = False
         # A region in place of the session's.
@@ -122,12 +123,13 @@ class ModelState:
 
     def find_pairs(self) -> None:
         """Finds the pairs of the model's parameters, and keeps them alive."""
-        self._pairs_of = MasterPair.made
+        made = MasterPair.made
         model = self.model
         self._pairs[:] = master_table.pairs_of(param for _, param in named_parameters(model))
         for part in modules_in(model):
             own = [tensor for _, tensor in own_tensors(part)]
             self._own_pairs[part] = master_table.pairs_of(own)
+        self._pairs_of = made  # last, for other threads
 
     @property
     def follows_passes(self) -> bool:
