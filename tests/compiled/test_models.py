@@ -281,6 +281,11 @@ def test_a_session_that_ends_while_dynamo_traces_changes_no_other_model(
     x = torch.randn(3, 4)
     if ends == "at first":
         check = trace_rules.check
-        monkeypatch.setattr(trace_rules, "check", lambda *a, **k: (gc.collect(), check(*a, **k))[1])
+
+        def collect_first(*args, **kwargs):
+            gc.collect()
+            return check(*args, **kwargs)
+
+        monkeypatch.setattr(trace_rules, "check", collect_first)
     output = run(x)
     assert loops.same(output, torch.softmax(model(x * (1.0 + factor())), 1))

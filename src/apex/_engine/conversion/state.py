@@ -61,6 +61,7 @@ class ModelState:
             plan: The conversion.
             session: Has the masters of the parameters, and is kept alive.
         """
+        self._model = weakref.ref(model)
         self.plan = plan
         self.session = session
         # A ``forward`` that was set on the object, called in place of the class's.
@@ -72,13 +73,11 @@ class ModelState:
         self.was_copied = False
         # What conversion has added, newest last, to remove at the end.
         self._handles: list[Removable] = []
-        # The pairs of its parameters while the model lives, found among so many.
-        pairs: list[MasterPair] = []
-        self._model = weakref.ref(model, lambda _: pairs.clear())
-        self._pairs = pairs
-        self._pairs_of = 0
-        # Those of each part, whose hooks may keep this object alive for longer.
-        self._own_pairs = weakref.WeakKeyDictionary[nn.Module, Any]()
+        # The pairs of all parameters of the model, and of each part's own: the hooks of a part keep
+        # this object, and so the part's masters, alive for longer than the model.
+        self._pairs = weakref.WeakKeyDictionary[nn.Module, list[MasterPair]]()
+        # The number of pairs that had been made when these were found.
+        self._found_among = -1
         # Whether hooks of its parameters prepare their gradients, as they have no masters.
         self._is_hooked = False
         # A region in place of the session's.
@@ -117,19 +116,19 @@ class ModelState:
     @property
     def pairs(self) -> Sequence[MasterPair]:
         """The pairs of the model's parameters."""
-        if self._pairs_of != MasterPair.made:
+        if self._found_among != MasterPair.made:
             self.find_pairs()
-        return self._pairs
+        return self._pairs[self.model]
 
     def find_pairs(self) -> None:
         """Finds the pairs of the model's parameters, and keeps them alive."""
         made = MasterPair.made
         model = self.model
-        self._pairs[:] = master_table.pairs_of(param for _, param in named_parameters(model))
         for part in modules_in(model):
             own = [tensor for _, tensor in own_tensors(part)]
-            self._own_pairs[part] = master_table.pairs_of(own)
-        self._pairs_of = made  # last, for other threads
+            self._pairs[part] = master_table.pairs_of(own)
+        self._pairs[model] = master_table.pairs_of(param for _, param in named_parameters(model))
+        self._found_among = made  # last, for other threads
 
     @property
     def follows_passes(self) -> bool:
