@@ -324,7 +324,7 @@ def collected(training):
 
 def views_of_a_flat_tensor(training):
     params = training.side("model")
-    flat = torch.zeros(sum(map(torch.numel, params)))
+    flat = torch.zeros(sum(map(torch.numel, params)), dtype=params[0].dtype)
     views = flat.split([param.numel() for param in params])
     for param, view in zip(params, views, strict=True):
         param.grad = view.view_as(param)
@@ -348,15 +348,30 @@ def test_a_gradient_stays_the_tensor_that_a_script_keeps(level, read, compute):
     assert training.weights() == pytest.approx(expected, rel=4e-3)
 
 
-@pytest.mark.parametrize("level", ["O1", "O1 dynamic", "O4"])
-def test_gradients_stay_views_of_a_flat_tensor(level):
+@pytest.mark.filterwarnings("ignore:optimizer.step.. got gradients that no amp.scale_loss")
+@pytest.mark.parametrize(
+    ("compute", "clear"),
+    [("block", "flat"), ("block", "masters"), ("plain", "flat"), ("plain", "zero_grad")],
+)
+def test_gradients_stay_views_of_a_flat_tensor(level, compute, clear):
     training = Training(level)
     flat = views_of_a_flat_tensor(training)
     for factors in (ONE, TWO):
-        flat.zero_()
-        training.block(*factors)
-        training.block(*factors)
+        getattr(training, compute)(*factors)
+        getattr(training, compute)(*factors)
         assert flat.view(4, -1)[:, 0].tolist() == [2.0 * factor for factor in factors]
+        flat.mul_(0.5)
+        assert training.grads("model" if clear == "flat" else "masters") == [*factors]
+        training.optimizer.step()
+        assert flat.view(4, -1)[:, 0].tolist() == [*factors]
+        if clear == "flat":
+            flat.zero_()
+        elif clear == "zero_grad":
+            training.optimizer.zero_grad(set_to_none=False)
+        else:
+            torch._foreach_zero_([param.grad for param in training.side("masters")])
+    expected = [1.0 - 0.1 * (a + b) for a, b in zip(ONE, TWO, strict=True)]
+    assert training.weights() == pytest.approx(expected, rel=4e-3)
 
 
 # -- 3: nothing outside a block is scaled ----------------------------------------------------

@@ -33,7 +33,7 @@ import enum
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -41,6 +41,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex._core import dtypes, rounding
 from apex._torch import dtensor, foreach, parameters, processes, ranks
@@ -56,6 +57,9 @@ from apex._torch.parameters import (
 
 _ZERO = "_apex_zero"
 """Attribute of a gradient: a mark of its version when it was last known to be zero."""
+
+views: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+"""The 16-bit views in whose place fp32 gradients are: of a script's buffer, or a wrapper's."""
 
 
 _register_hook: Callable[..., RemovableHandle] = nn.Parameter.register_hook
@@ -468,21 +472,29 @@ def widen_grads(pairs: Iterable[MasterPair]) -> None:
 def _replace_grad(param: nn.Parameter, grad: Tensor, value: Tensor) -> None:
     """Replaces a gradient in its tensor, which a script may keep.
 
-    Not in one with a graph, nor in a view, which DistributedDataParallel writes.
+    Not in one with a graph, nor in a view.
     """
-    if value.requires_grad or value.is_sparse or grad._is_view():
+    is_view = grad._is_view()
+    if value.requires_grad or value.is_sparse or is_view:
         param.grad = value
+        if is_view:
+            views[value] = grad
     else:
         grad.data = value
 
 
 @untraced
-def widen_nonzero_grads(pairs: Iterable[MasterPair]) -> None:
-    """Makes gradients fp32 that a pass adds to, but for those that are zero: that sum is exact."""
+def widen_nonzero_grads(pairs: Iterable[MasterPair], *, views: bool) -> None:
+    """Makes gradients fp32 that a pass adds to, but for those that are zero: that sum is exact.
+
+    ``views`` tells whether also those that are views.
+    """
     added_to: list[MasterPair] = []
     for pair in pairs:
         grad = pair.model.grad
-        if grad is not None and not is_zero(grad):
+        if grad is None or is_zero(grad):
+            continue
+        if views or not grad._is_view():
             added_to.append(pair)
     widen_grads(added_to)
 

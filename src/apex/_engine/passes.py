@@ -9,11 +9,12 @@ from functools import partial
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from apex._engine import master_table
+from apex._engine import master_table, masters
 from apex._engine.masters import MasterPair, keep_narrow, narrow_grads, widen_nonzero_grads
 from apex._engine.wrappers.ddp import wrappers
 from apex._torch.autograd import adds_to_any, at_end_of_pass, backward_id, is_transformed
 from apex._torch.dynamo import inlined, is_compiling
+from apex._torch.parameters import without_overrides
 
 
 def prepare_grads(pairs: Sequence[MasterPair], params: Sequence[Tensor]) -> None:
@@ -33,7 +34,21 @@ def prepare_grads(pairs: Sequence[MasterPair], params: Sequence[Tensor]) -> None
         if backward_id() != -1 and adds_to_any(params):
             keep_narrow(narrowed)
             at_end_of_pass(partial(wrappers.end_pass, params, sent=sent))
-    widen_nonzero_grads(pairs)
+    widen_nonzero_grads(pairs, views=bool(wrappers.states))
+
+
+def return_views(pairs: Sequence[MasterPair]) -> None:
+    """Writes fp32 gradients to the views of a script's buffer that they are in place of.
+
+    The views are the gradients again, so that the script finds them in its buffer, or clears them.
+    """
+    if not masters.views or wrappers.of([pair.model for pair in pairs]):
+        return
+    with without_overrides():
+        for pair in pairs:
+            grad = pair.model.grad
+            if grad is not None and grad in masters.views:
+                pair.model.grad = masters.views[grad].copy_(grad)
 
 
 def hook_pairs(pairs: Iterable[MasterPair]) -> None:

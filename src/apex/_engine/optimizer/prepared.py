@@ -20,7 +20,7 @@ from apex._engine.autocast import ambient
 from apex._engine.masters import Master, MasterPair
 from apex._engine.optimizer import block_step
 from apex._engine.optimizer.block_step import BlockStep, skips_in_kernel
-from apex._engine.passes import prepare_grads
+from apex._engine.passes import prepare_grads, return_views
 from apex._engine.scaler import OverflowFlag, Scaler
 from apex._engine.session import Session, live_optimizers
 from apex._engine.stash import Stash
@@ -231,7 +231,9 @@ class PreparedOptimizer:
 
     def give_back(self) -> bool:
         """Adds the gradients that were put aside; returns whether there are some."""
-        return self.stash.give_back()
+        is_added = self.stash.give_back()
+        return_views(self.pairs)
+        return is_added
 
     def forget_cleared(self, cleared: Sequence[Tensor]) -> None:
         """Forgets what unfinished passes hold for parameters whose gradients were cleared.
@@ -411,6 +413,7 @@ class PreparedOptimizer:
             self._blocks.end()
             self._blocks = None
         masters.update_model_from_masters(self.pairs, ends_step=True)
+        return_views(self.pairs)
 
     @untraced_frame
     def _run_unless_overflow(
