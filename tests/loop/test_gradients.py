@@ -374,6 +374,15 @@ def test_gradients_stay_views_of_a_flat_tensor(level, compute, clear):
     assert training.weights() == pytest.approx(expected, rel=4e-3)
 
 
+@pytest.mark.filterwarnings("ignore:optimizer.step.. got gradients that no amp.scale_loss")
+def test_a_gradient_may_be_an_expanded_number(level):
+    training = Training(level)
+    for param in training.side("model"):
+        param.grad = torch.ones((), dtype=param.dtype).expand_as(param)
+    training.optimizer.step()
+    assert training.weights() == pytest.approx([0.9] * 4, rel=4e-3)
+
+
 # -- 3: nothing outside a block is scaled ----------------------------------------------------
 
 

@@ -477,7 +477,7 @@ def _replace_grad(param: nn.Parameter, grad: Tensor, value: Tensor) -> None:
     is_view = grad._is_view()
     if value.requires_grad or value.is_sparse or is_view:
         param.grad = value
-        if is_view:
+        if is_view and 0 not in grad.stride():  # torch writes to no expanded tensor
             views[value] = grad
     else:
         grad.data = value
