@@ -299,6 +299,23 @@ def test_gradients_that_ranks_have_yet_to_share_have_no_scale(
         assert torch.equal(grad, torch.full((2, 2), float(len(loss_ids))))
 
 
+def grads_beside(rank, level):
+    """Gradients of a plain model that no optimizer steps, after a pass through it and a sharded."""
+    torch.manual_seed(0)
+    model, head = Stem(), nn.Linear(2, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    if level:
+        amp.initialize([model, head], optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    loss = head(model(rank_batch(rank, 0)[0])).square().mean()
+    loops.scaled_backward(loss, optimizer) if level else loss.backward()
+    return [param.grad for param in head.parameters()]
+
+
+def test_a_block_unscales_plain_models_beside_a_sharded_one(on_two_ranks):
+    assert loops.same(on_two_ranks(grads_beside, "O0"), on_two_ranks(grads_beside, None))
+
+
 def pretrain(rank, level):
     """As torchtitan: weights made on the meta device, checkpointed blocks, a norm of shards."""
     with torch.device("meta"):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -41,8 +41,8 @@ from apex._engine.optimizer.prepared import (
 from apex._engine.scaler import Scaler, ScaleUpdate
 from apex._engine.session import Session
 from apex._engine.stash import Stash
+from apex._engine.wrappers import fsdp
 from apex._engine.wrappers.ddp import wrappers
-from apex._engine.wrappers.fsdp import Shards
 from apex._torch import dtensor
 from apex._torch.copies import capturing, moved
 from apex._torch.dynamo import untraced
@@ -111,10 +111,8 @@ class BackwardPass:
         self._spec: AutocastSpec | None = session.spec
         for prepared in self.prepared_optimizers:
             self._spec = self._spec or prepared.session.spec
-        # The casts of the pass, while the block is open.
-        self._mode: AbstractContextManager[Any] | None = None
-        # What FSDP2 keeps of earlier passes, scaled for the block.
-        self._scaled_shards: list[Shards] = []
+        # The casts of the pass, and the scale of what FSDP2 keeps of earlier ones.
+        self._until_end = ExitStack()
         self._state = _State.NEW
         # The delayed passes of its optimizers and lenders, which it checks with its own gradients.
         self._earlier: dict[PreparedOptimizer, BackwardPass] = {}
@@ -151,11 +149,12 @@ class BackwardPass:
         try:
             with without_overrides():
                 self._make_room()
-                if self.scaled:
-                    self._scale_unsent()
+                if self.scaled and fsdp.is_used():
+                    fsdp.multiply_unsent(self._scale, sends=True)
+                    unscale = 1.0 / self._scale
+                    self._until_end.callback(fsdp.multiply_unsent, unscale, sends=False)
             if self._spec is not None:
-                self._mode = BackwardAutocast(self._spec)
-                self._mode.__enter__()  # type: ignore[no-untyped-call]
+                self._until_end.enter_context(BackwardAutocast(self._spec))
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -165,25 +164,16 @@ class BackwardPass:
         """Makes masters equal on all ranks, or delays where ranks do not share this pass."""
         for prepared in self.prepared_optimizers:
             prepared.create_missing_masters()
-            wrapped = prepared.session
             if not prepared.steps:
-                wrapped.check_shards()
-            if not (wrappers.states or wrapped.shards.groups):
+                prepared.session.check_shards()
+            if not (wrappers.states or fsdp.is_used()):
                 continue
             trained = prepared.trained_params()
-            if wrapped.shares_grads(trained):
+            if fsdp.reduces(trained) and wrappers.shares(trained):
                 wrappers.share_masters(trained)
             else:
                 self._unsent.append(prepared)
                 self._delay_unscale = True
-
-    def _scale_unsent(self) -> None:
-        """Scales what FSDP2 keeps of earlier passes until a later one sends it, for the block."""
-        for session in Session.live:
-            is_beside = session.thread is self.session.thread
-            if is_beside and session.shards.groups:
-                session.shards.multiply_unsent(self._scale, sends=True)
-                self._scaled_shards.append(session.shards)
 
     def _note_shared(self) -> None:
         """Records whether ranks have shared the gradients, where nothing tells of the pass."""
@@ -352,12 +342,7 @@ class BackwardPass:
         traceback: TracebackType | None,
     ) -> None:
         """Unscales the gradients; after an exception, restores the earlier ones."""
-        if self._mode is not None:
-            self._mode.__exit__(exception_type, error, traceback)
-            self._mode = None
-        for shards in self._scaled_shards:
-            shards.multiply_unsent(1.0 / self._scale, sends=False)
-        self._scaled_shards = []
+        self._until_end.close()
         self.session.observer.pass_ends(self)
         if error is not None:
             self._abort()

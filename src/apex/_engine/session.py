@@ -25,8 +25,7 @@ from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.observer import Observer
 from apex._engine.registry import Registry, WeakList
 from apex._engine.scaler import scaler_for
-from apex._engine.wrappers.ddp import wrappers
-from apex._engine.wrappers.fsdp import Shards
+from apex._engine.wrappers import fsdp
 from apex._torch.autograd import autocast_depth
 from apex._torch.dynamo import untraced
 
@@ -109,8 +108,6 @@ class Session:
         # Costs 4 bytes per element: only where a script asks for it.
         self.keep_fp32 = keep_fp32
         self._models = WeakList[nn.Module]()
-        # What shares gradients among ranks, beside DistributedDataParallel.
-        self.shards = Shards()
         # Another thread may be about to step what a pass in this one could reach.
         self.thread = this_thread()
         # Whether its casts are on in that thread, outside of forward passes.
@@ -129,7 +126,7 @@ class Session:
         """Adds converted models."""
         for model in models:
             self._models.add(model)
-            self.shards.add(model)
+            fsdp.add(model)
 
     # -- casts -------------------------------------------------------------------------------
 
@@ -188,11 +185,7 @@ class Session:
     def check_shards(self) -> None:
         """Raises RuntimeError if a model was sharded after it was prepared with an optimizer."""
         if any(prepared.session is self for prepared in live_optimizers):
-            self.shards.check(self.models, drifts=self.drifts)
-
-    def shares_grads(self, params: Sequence[Tensor]) -> bool:
-        """Returns whether ranks share the gradients of a pass that begins now, or need not."""
-        return self.shards.reduces() and wrappers.shares(params)
+            fsdp.check(self.models, drifts=self.drifts)
 
 
 @untraced  # dynamo of torch 2.10 cannot trace the weak table

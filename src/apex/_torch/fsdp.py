@@ -82,13 +82,17 @@ def multiply_unsent(groups: Iterable[Any], factor: Tensor | float, *, sends: boo
                     whole.grad = product.to(whole.grad_dtype or product.dtype)
 
 
-def defers_reduction(groups: Iterable[Any]) -> bool:
-    """Returns whether any group leaves gradient reduction, or a part of it, to a later pass.
+def defers_reduction(groups: Iterable[Any], params: Iterable[Tensor]) -> bool:
+    """Returns whether a group of the parameters leaves a reduction, or a part of it, to later.
 
     ``model.set_requires_gradient_sync(False)`` causes this, and on a mesh with replicas
     ``model.set_requires_all_reduce(False)``.
     """
+    asked = {*map(id, params)}
     for group in groups:
+        own = [id(param.sharded_param) for param in getattr(group, "fsdp_params", ())]
+        if asked.isdisjoint(own):
+            continue
         if not getattr(group, "reduce_grads", True):
             return True
         mesh = getattr(group, "mesh_info", None)

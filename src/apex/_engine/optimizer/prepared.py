@@ -24,6 +24,7 @@ from apex._engine.passes import prepare_grads, return_views
 from apex._engine.scaler import OverflowFlag, Scaler
 from apex._engine.session import Session, live_optimizers
 from apex._engine.stash import Stash
+from apex._engine.wrappers import fsdp
 from apex._engine.wrappers.ddp import wrappers
 from apex._torch import dtensor, foreach
 from apex._torch.autograd import backward_id
@@ -558,16 +559,16 @@ def reachable(
         begun = prepared.unfinished_pass
         is_free = begun is None or not (begun.scaled or begun.is_open)
         is_beside = prepared not in own and prepared.is_used_here
-        if is_free and is_beside and prepared.session.shards.reduces():
+        if is_free and is_beside and fsdp.reduces(trained):
             lenders.append(prepared)
     reached: dict[int, nn.Parameter] = {}
     for other in Session.live:
         is_beside = other is session or other.thread is session.thread
-        # FSDP2 gathers parameters for a pass, and reduces their gradients itself.
-        if not is_beside or other.shards.groups:
+        if not is_beside:
             continue
         for model in other.models:
-            params = params_in(model)
+            # FSDP2 gathers parameters for a pass, and reduces their gradients itself.
+            params = [] if fsdp.is_sharded(model) else params_in(model)
             reached.update(zip(map(id, params), params, strict=True))
     return lenders, [param for key, param in reached.items() if key not in stepped]
 
