@@ -33,7 +33,7 @@ import enum
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -41,7 +41,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex._core import dtypes, rounding
 from apex._torch import dtensor, foreach, parameters, processes, ranks
@@ -58,8 +57,9 @@ from apex._torch.parameters import (
 _ZERO = "_apex_zero"
 """Attribute of a gradient: a mark of its version when it was last known to be zero."""
 
-views: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
-"""The 16-bit views in whose place fp32 gradients are: of a script's buffer, or a wrapper's."""
+replaced_views: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+"""Parameters, each with its fp32 gradient and the 16-bit view in whose place that is, until a block
+or a step ends. A view is of a script's buffer, or a wrapper's."""
 
 
 _register_hook: Callable[..., RemovableHandle] = nn.Parameter.register_hook
@@ -478,7 +478,7 @@ def _replace_grad(param: nn.Parameter, grad: Tensor, value: Tensor) -> None:
     if value.requires_grad or value.is_sparse or is_view:
         param.grad = value
         if is_view and 0 not in grad.stride():  # torch writes to no expanded tensor
-            views[value] = grad
+            replaced_views.append((param, value, grad))
     else:
         grad.data = value
 

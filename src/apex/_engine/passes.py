@@ -9,8 +9,14 @@ from functools import partial
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from apex._engine import master_table, masters
-from apex._engine.masters import MasterPair, keep_narrow, narrow_grads, widen_nonzero_grads
+from apex._engine import master_table
+from apex._engine.masters import (
+    MasterPair,
+    keep_narrow,
+    narrow_grads,
+    replaced_views,
+    widen_nonzero_grads,
+)
 from apex._engine.wrappers.ddp import wrappers
 from apex._torch.autograd import adds_to_any, at_end_of_pass, backward_id, is_transformed
 from apex._torch.dynamo import inlined, is_compiling
@@ -37,18 +43,19 @@ def prepare_grads(pairs: Sequence[MasterPair], params: Sequence[Tensor]) -> None
     widen_nonzero_grads(pairs, views=bool(wrappers.states))
 
 
-def return_views(pairs: Sequence[MasterPair]) -> None:
+def return_views() -> None:
     """Writes fp32 gradients to the views of a script's buffer that they are in place of.
 
     The views are the gradients again, so that the script finds them in its buffer, or clears them.
     """
-    if not masters.views or wrappers.of([pair.model for pair in pairs]):
+    replaced = [*replaced_views]
+    del replaced_views[: len(replaced)]  # another thread may add more
+    if wrappers.of([param for param, _, _ in replaced]):
         return
     with without_overrides():
-        for pair in pairs:
-            grad = pair.model.grad
-            if grad is not None and grad in masters.views:
-                pair.model.grad = masters.views[grad].copy_(grad)
+        for param, grad, view in replaced:
+            if param.grad is grad:
+                param.grad = view.copy_(grad)
 
 
 def hook_pairs(pairs: Iterable[MasterPair]) -> None:

@@ -233,7 +233,7 @@ class PreparedOptimizer:
     def give_back(self) -> bool:
         """Adds the gradients that were put aside; returns whether there are some."""
         is_added = self.stash.give_back()
-        return_views(self.pairs)
+        return_views()
         return is_added
 
     def forget_cleared(self, cleared: Sequence[Tensor]) -> None:
@@ -414,7 +414,7 @@ class PreparedOptimizer:
             self._blocks.end()
             self._blocks = None
         masters.update_model_from_masters(self.pairs, ends_step=True)
-        return_views(self.pairs)
+        return_views()
 
     @untraced_frame
     def _run_unless_overflow(
