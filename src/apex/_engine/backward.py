@@ -149,7 +149,7 @@ class BackwardPass:
         try:
             with without_overrides():
                 self._make_room()
-                if self.scaled and fsdp.is_used():
+                if self.scaled and fsdp.groups:
                     fsdp.multiply_unsent(self._scale, sends=True)
                     unscale = 1.0 / self._scale
                     self._until_end.callback(fsdp.multiply_unsent, unscale, sends=False)
@@ -166,7 +166,7 @@ class BackwardPass:
             prepared.create_missing_masters()
             if not prepared.steps:
                 prepared.session.check_shards()
-            if not (wrappers.states or fsdp.is_used()):
+            if not (wrappers.states or fsdp.groups):
                 continue
             trained = prepared.trained_params()
             if fsdp.reduces(trained) and wrappers.shares(trained):

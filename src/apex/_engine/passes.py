@@ -48,6 +48,8 @@ def return_views() -> None:
 
     The views are the gradients again, so that the script finds them in its buffer, or clears them.
     """
+    if not replaced_views:
+        return
     replaced = [*replaced_views]
     del replaced_views[: len(replaced)]  # another thread may add more
     if wrappers.of([param for param, _, _ in replaced]):

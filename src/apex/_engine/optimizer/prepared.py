@@ -567,8 +567,9 @@ def reachable(
         if not is_beside:
             continue
         for model in other.models:
-            # FSDP2 gathers parameters for a pass, and reduces their gradients itself.
-            params = [] if fsdp.is_sharded(model) else params_in(model)
+            if fsdp.groups and fsdp.is_sharded(model):
+                continue  # FSDP2 gathers parameters for a pass, and reduces their gradients itself
+            params = params_in(model)
             reached.update(zip(map(id, params), params, strict=True))
     return lenders, [param for key, param in reached.items() if key not in stepped]
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
-from apex._engine.registry import WeakList
 from apex._torch import fsdp
 
-_groups: WeakList[Any] = WeakList()
+groups: list[weakref.ref[object]] = []
 """The groups of parameters in prepared models that are gathered together."""
 
 
@@ -18,35 +17,29 @@ def add(model: nn.Module) -> None:
     """Adds the groups of a prepared model."""
     drop(model)  # an earlier call may have added them
     for group in fsdp.param_groups(model):
-        _groups.add(group)
+        groups.append(weakref.ref(group, groups.remove))
 
 
 def drop(model: nn.Module) -> None:
     """Forgets the groups of a model that becomes plain."""
-    known = [*_groups]
     for group in fsdp.param_groups(model):
-        if group in known:
-            _groups.remove(group)
-
-
-def is_used() -> bool:
-    """Returns whether a prepared model is sharded."""
-    return bool([*_groups])
+        if weakref.ref(group) in groups:
+            groups.remove(weakref.ref(group))
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Returns whether a prepared model, or a part of it, is sharded."""
-    return is_used() and bool(fsdp.param_groups(model))
+    """Returns whether a model, or a part of it, is sharded."""
+    return bool(fsdp.param_groups(model))
 
 
 def reduces(params: Sequence[Tensor]) -> bool:
     """Returns whether ranks reduce the gradients of parameters in a pass that begins now."""
-    return not fsdp.defers_reduction(_groups, params)
+    return not fsdp.defers_reduction([group() for group in groups], params)
 
 
 def multiply_unsent(scale: Tensor | float, *, sends: bool) -> None:
     """Multiplies what ranks have yet to share by a scale, for a pass that ``sends`` it."""
-    fsdp.multiply_unsent(_groups, scale, sends=sends)
+    fsdp.multiply_unsent([group() for group in groups], scale, sends=sends)
 
 
 def check(models: Iterable[nn.Module], *, drifts: bool) -> None:
@@ -56,7 +49,6 @@ def check(models: Iterable[nn.Module], *, drifts: bool) -> None:
         models: The models.
         drifts: Whether there is state that ranks with flat parameters (FSDP1) do not share.
     """
-    known = [*_groups]
     for model in models:
         if drifts and fsdp.is_flattened(model):
             raise RuntimeError(
@@ -66,7 +58,7 @@ def check(models: Iterable[nn.Module], *, drifts: bool) -> None:
                 "the optimizer and amp.initialize."
             )
         for group in fsdp.param_groups(model):
-            if group not in known:
+            if weakref.ref(group) not in groups:
                 raise RuntimeError(
                     "fully_shard was called after amp.initialize, which replaces parameters: "
                     "the optimizer holds those from before and trains nothing. Call "
