@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from apex import amp
 from apex.amp import scaler_states
@@ -48,41 +48,15 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
     - Each of several wrappers (``OptimWrapperDict``) saves its own loss scales in a checkpoint.
     - ``load_state_dict`` does not modify the given dictionary, and validates it before changing
       anything. It keeps the base learning rate of optimizers with several parameter groups.
-    - ``DistributedDataParallel`` also works at O2, O3 and O5, and synchronizes the gradients of all
-      ``accumulative_counts`` iterations.
 
     The arguments have the same defaults as in MMEngine's class. Therefore ``loss_scale`` is dynamic
-    even at levels whose default is 1.0; None selects the level's default. :meth:`backward` uses the
+    even at levels whose default is 1.0; None selects the level's default. ``backward`` uses the
     first loss scale.
     """
 
     optimizer: Any
     # Loss scales of a checkpoint that was loaded before amp prepared the optimizer.
     _loaded_scales: Mapping[str, Any] | None = None
-    # Whether a later iteration synchronizes this iteration's gradients. That iteration sends
-    # `.grad`, so the gradients must stay there, with the same loss scale as its own gradients.
-    _stays_local = False
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backpropagates the scaled loss and counts the iteration.
-
-        Afterwards, the gradients are unscaled, unless a later iteration has yet to synchronize
-        them.
-
-        Args:
-            loss: The loss of this iteration, 0-d.
-            **kwargs: Arguments of ``torch.Tensor.backward``.
-
-        Raises:
-            RuntimeError: If called before the first :meth:`optim_context`.
-        """
-        if self.enabled:
-            delay = self._stays_local
-            with amp.scale_loss(loss, self.optimizer, delay_unscale=delay) as scaled_loss:
-                scaled_loss.backward(**kwargs)  # type: ignore[no-untyped-call]
-        else:
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
-        self._inner_count += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the optimizer's state, with this wrapper's loss scales under ``apex_amp``."""
@@ -121,8 +95,7 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
         Raises:
             RuntimeError: If another wrapper has already prepared the model.
         """
-        self._stays_local = not self.should_sync() and "no_sync" in dir(model)
-        is_first_use = self.enabled and not scales.is_prepared(self.optimizer)
+        is_first_use = not scales.is_prepared(self.optimizer)
         with OptimWrapper.optim_context(self, model):
             if is_first_use:
                 module: Any = model
