@@ -19,7 +19,6 @@ from apex._core import arguments, tree
 from apex._core.dtypes import math_dtype
 from apex._core.param_groups import params_of
 from apex._engine.autocast.region import casts_off as casts_off
-from apex._engine.masters import pair_of_master
 from apex._torch.devices import accelerator
 from apex._torch.modules import named_parameters, named_tensors
 from apex.amp.optimizers import unwrap
@@ -137,8 +136,7 @@ def held_by(models: Sequence[nn.Module], optimizers: Iterable[Optimizer]) -> Ite
             yield Held(prefix + name, "buffer", buffer)
     for optimizer in optimizers:
         for param in params_of(optimizer):
-            pair = pair_of_master(param)
-            weight = param if pair is None else pair.model
+            weight = getattr(param, "_apex_model", param)  # of a master, its model's parameter
             name = names.get(weight, "(a parameter of another model)")
             if weight is not param:
                 yield Held(name, "master", param)
