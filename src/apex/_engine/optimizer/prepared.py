@@ -561,7 +561,7 @@ def reachable(
         is_beside = prepared not in own and prepared.is_used_here
         if is_free and is_beside and fsdp.reduces(trained):
             lenders.append(prepared)
-    reached: dict[int, nn.Parameter] = {}
+    unowned: dict[int, nn.Parameter] = {}
     for other in Session.live:
         is_beside = other is session or other.thread is session.thread
         if not is_beside:
@@ -569,9 +569,10 @@ def reachable(
         for model in other.models:
             if fsdp.groups and fsdp.is_sharded(model):
                 continue  # FSDP2 gathers parameters for a pass, and reduces their gradients itself
-            params = params_in(model)
-            reached.update(zip(map(id, params), params, strict=True))
-    return lenders, [param for key, param in reached.items() if key not in stepped]
+            for param in params_in(model):
+                if id(param) not in stepped:
+                    unowned[id(param)] = param
+    return lenders, [*unowned.values()]
 
 
 def unscale_grads(
