@@ -57,7 +57,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("a gradient of another optimizer left scaled", "_engine/backward.py",
      "            self._lenders.append(lender)\n", ""),
     ("gradients that add up in 16 bits", "_engine/passes.py",
-     "    widen_nonzero_grads(pairs)", "    pass"),
+     "    widen_nonzero_grads(pairs, views=bool(wrappers.states))", "    pass"),
     ("a gradient put aside that nobody clears", "_engine/optimizer/prepared.py",
      "        self.stash.drop(cleared)\n", ""),
     ("gradients of one rank that the pass that sends leaves out", "_engine/backward.py",
