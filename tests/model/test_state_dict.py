@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.model.nets import LOW, BufferNet, Tied, converted, exact_of, with_masters
+from tests.support import loops
 
 
 def random_state(model):
@@ -182,8 +183,10 @@ def test_16_bit_entries_leave_the_low_bits_of_what_they_restore():
     assert torch.equal(exact_of(model, masters, "last.weight"), exact)
 
 
-def test_assign_works_where_parameters_are_not_cast():
-    model = converted(BufferNet(), "O4")
+@pytest.mark.parametrize("level", ["O0", "O4"])
+def test_assign_works_where_parameters_are_not_cast(level):
+    model = converted(BufferNet(), level)
+    loops.saved_and_loaded(model)  # which leaves it as it is
     state = random_state(model)
     model.load_state_dict(state, assign=True)
     assert model.first.weight.data_ptr() == state["first.weight"].data_ptr()

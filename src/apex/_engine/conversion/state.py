@@ -232,6 +232,8 @@ class ModelState:
 
     def attach(self) -> None:
         """Registers the hooks of a 16-bit model's modules that have none."""
+        if not self.plan.casts_down:
+            return
         outermost = modules_in_fp32(self.model, self.plan)
         for module in self.model.modules():
             if not _has_hooks(module):
