@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from apex import amp
 from tests.model.nets import LOW, BufferNet, Tied, converted, exact_of, with_masters
 from tests.support import loops
 
@@ -181,6 +182,16 @@ def test_16_bit_entries_leave_the_low_bits_of_what_they_restore():
     for entries in ({name: torch.ones_like(value) for name, value in backup.items()}, backup):
         model.load_state_dict(entries, strict=False)
     assert torch.equal(exact_of(model, masters, "last.weight"), exact)
+
+
+def test_16_bit_entries_replace_what_was_written_to_the_masters():
+    model, optimizer = with_masters(BufferNet())
+    backup = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for master in amp.master_params(optimizer):
+        master.data.add_(1.0)
+    model.load_state_dict(backup, strict=False)
+    saved = model.state_dict()
+    assert all(torch.equal(saved[name], value.float()) for name, value in backup.items())
 
 
 @pytest.mark.parametrize("level", ["O0", "O4"])
