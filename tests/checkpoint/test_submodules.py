@@ -123,6 +123,19 @@ def test_a_loaded_buffer_is_saved_and_restored_to_the_last_bit(level):
     assert torch.equal(model[0].shift, new["0.shift"])
 
 
+def test_a_buffer_that_moves_with_its_model_keeps_its_last_bits(level):
+    model = loops.net()
+    model[0].register_buffer("image", torch.rand(1, 2, 3, 3))
+    value = model[0].image.clone()
+    model, optimizer = loops.prepared(level, model=model)
+    model.to(memory_format=torch.channels_last)
+    assert model[0].image.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(model.state_dict()["0.image"], value)
+    model.load_state_dict({"0.image": value / 3}, strict=False)
+    amp.restore(model, optimizer)
+    assert torch.equal(model[0].image, value / 3)
+
+
 def load_as_mmcv(module, state, prefix=""):
     """Loads as mmcv 1.x does: torch's post-hooks do not run."""
     module._load_from_state_dict(state, prefix, {}, True, [], [], [])

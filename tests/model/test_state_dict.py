@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from apex import amp
 from tests.model.nets import LOW, BufferNet, Tied, converted, exact_of, with_masters
+from tests.support import loops
 
 
 def random_state(model):
@@ -182,8 +184,20 @@ def test_16_bit_entries_leave_the_low_bits_of_what_they_restore():
     assert torch.equal(exact_of(model, masters, "last.weight"), exact)
 
 
-def test_assign_works_where_parameters_are_not_cast():
-    model = converted(BufferNet(), "O4")
+def test_16_bit_entries_replace_what_was_written_to_the_masters():
+    model, optimizer = with_masters(BufferNet())
+    backup = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for master in amp.master_params(optimizer):
+        master.data.add_(1.0)
+    model.load_state_dict(backup, strict=False)
+    saved = model.state_dict()
+    assert all(torch.equal(saved[name], value.float()) for name, value in backup.items())
+
+
+@pytest.mark.parametrize("level", ["O0", "O4"])
+def test_assign_works_where_parameters_are_not_cast(level):
+    model = converted(BufferNet(), level)
+    loops.saved_and_loaded(model)  # which leaves it as it is
     state = random_state(model)
     model.load_state_dict(state, assign=True)
     assert model.first.weight.data_ptr() == state["first.weight"].data_ptr()

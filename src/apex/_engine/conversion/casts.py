@@ -35,8 +35,7 @@ def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
             cast = tensor.detach().to(dtype)
             set_in_place(tensor, cast, undo)
     flatten_rnns(model)
-    if plan.casts_down:
-        state.attach()
+    state.attach()
 
 
 def make_masters(

@@ -232,6 +232,8 @@ class ModelState:
 
     def attach(self) -> None:
         """Registers the hooks of a 16-bit model's modules that have none."""
+        if not self.plan.casts_down:
+            return
         outermost = modules_in_fp32(self.model, self.plan)
         for module in self.model.modules():
             if not _has_hooks(module):
@@ -306,8 +308,11 @@ class ModelState:
             )
         self.take_in(module)
         self.session.observer.loading(self)
+        own = dict(own_tensors(module))
+        # A master that was written before would win over a 16-bit entry.
+        update_model_from_masters(master_table.pairs_of(own.values()))
         loaded: list[tuple[Tensor, Tensor]] = []
-        for key, tensor in own_tensors(module):
+        for key, tensor in own.items():
             entry = entries.get(prefix + key)
             if not isinstance(entry, Tensor) or entry.dtype is tensor.dtype:
                 continue

@@ -69,7 +69,7 @@ class Converted(nn.Module):
         before = _own_state(self).plan.param_dtype or torch.float32
         after = fn(torch.empty(0, dtype=before, device="cpu")).dtype
         if after is before:
-            return apply(lambda tensor: _unless_lower(tensor, fn(tensor)), *args, **kwargs)
+            return apply(lambda tensor: _moved(tensor, fn(tensor)), *args, **kwargs)
         _become_plain(self, f"to({after})")
         return apply(fn, *args, **kwargs)
 
@@ -146,10 +146,15 @@ def _become_plain(model: nn.Module, call: str) -> nn.Module:
     return model
 
 
-def _unless_lower(tensor: Tensor, moved: Tensor) -> Tensor:
-    """Returns ``moved``, but in the dtype of ``tensor`` if the move has lowered the precision."""
+def _moved(tensor: Tensor, moved: Tensor) -> Tensor:
+    """Returns ``moved``, but in the dtype of ``tensor`` if the move has lowered the precision.
+
+    A buffer that moves is another tensor: it takes its exact value along.
+    """
     if moved.dtype is not tensor.dtype and dtypes.is_low_precision(moved):
-        return tensor.to(moved.device)
+        moved = tensor.to(moved.device)
+    if tensor in master_table.exact:
+        master_table.exact[moved] = master_table.exact[tensor]
     return moved
 
 
