@@ -144,6 +144,17 @@ def test_a_tied_weight_is_saved_once(level):
     assert before["head.weight"].any()
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_parts_saved_again_into_the_same_dict_have_the_values_of_now(level):
+    model, _ = with_masters(Tied(), level)
+    entries = OrderedDict()
+    for value in (1.0, 2.0):
+        nn.init.constant_(model.embed.weight, value)
+        for name, part in model.named_children():
+            part.state_dict(destination=entries, prefix=f"{name}.")
+        assert [entry.unique().tolist() for entry in entries.values()] == [[value], [value]]
+
+
 class CountedEntries(OrderedDict):
     """Counts the walks through its values."""
 

@@ -86,8 +86,8 @@ class ModelState:
         self.weights = Weights(model=model)
         # The wrappers of parts of the model, searched for in its first forward with gradients.
         self._parts: list[weakref.ref[DistributedDataParallel]] | None = None
-        # By ``id`` of a tensor: its entry in the state dict that is being made.
-        self._saved = weakref.WeakValueDictionary[int, Tensor]()
+        # By ``id`` and version of a tensor: its entry in the state dict that is being made.
+        self._saved = weakref.WeakValueDictionary[tuple[int, int], Tensor]()
 
     @property
     def model(self) -> nn.Module:
@@ -282,10 +282,11 @@ class ModelState:
             if not dtypes.is_low_precision(entry):
                 continue
             # A tied weight is one tensor under all its names in these entries.
-            exact = self._saved.get(id(tensor))
+            saved = id(tensor), tensor._version
+            exact = self._saved.get(saved)
             if exact is None or all(exact is not other for other in entries.values()):
                 exact = exact_value(entry, master_table.exact_value(tensor))
-                self._saved[id(tensor)] = exact
+                self._saved[saved] = exact
             entries[prefix + key] = exact
         if is_converted(module):  # its parts come first
             self._saved.clear()
