@@ -26,8 +26,7 @@ def params_in(model: nn.Module) -> list[nn.Parameter]:
     """
     params: list[nn.Parameter | None] = []
     for module in modules_in(model):
-        if module._parameters:  # most have none
-            params += module._parameters.values()
+        params += module._parameters.values()
     return [param for param in params if param is not None]
 
 
@@ -39,8 +38,6 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
     modules = [model]
     known = {model}
     for module in modules:  # which grow meanwhile
-        if not module._modules:  # most have no parts
-            continue
         for part in module._modules.values():
             if part is not None and part not in known:
                 known.add(part)
