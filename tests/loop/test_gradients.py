@@ -353,8 +353,9 @@ def test_a_gradient_stays_the_tensor_that_a_script_keeps(level, read, compute):
     ("compute", "clear"),
     [("block", "flat"), ("block", "masters"), ("plain", "flat"), ("plain", "zero_grad")],
 )
-def test_gradients_stay_views_of_a_flat_tensor(level, compute, clear):
-    training = Training(level)
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_gradients_stay_views_of_a_flat_tensor(level, optimizers, compute, clear):
+    training = Training(level, optimizers=optimizers)
     flat = views_of_a_flat_tensor(training)
     for factors in (ONE, TWO):
         getattr(training, compute)(*factors)
@@ -362,12 +363,14 @@ def test_gradients_stay_views_of_a_flat_tensor(level, compute, clear):
         assert flat.view(4, -1)[:, 0].tolist() == [2.0 * factor for factor in factors]
         flat.mul_(0.5)
         assert training.grads("model" if clear == "flat" else "masters") == [*factors]
-        training.optimizer.step()
+        for optimizer in training.optimizers:
+            optimizer.step()
         assert flat.view(4, -1)[:, 0].tolist() == [*factors]
         if clear == "flat":
             flat.zero_()
         elif clear == "zero_grad":
-            training.optimizer.zero_grad(set_to_none=False)
+            for optimizer in training.optimizers:
+                optimizer.zero_grad(set_to_none=False)
         else:
             torch._foreach_zero_([param.grad for param in training.side("masters")])
     expected = [1.0 - 0.1 * (a + b) for a, b in zip(ONE, TWO, strict=True)]

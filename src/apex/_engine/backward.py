@@ -38,6 +38,7 @@ from apex._engine.optimizer.prepared import (
     unscale_grads,
     with_sharers,
 )
+from apex._engine.passes import return_views
 from apex._engine.scaler import Scaler, ScaleUpdate
 from apex._engine.session import Session
 from apex._engine.stash import Stash
@@ -353,6 +354,7 @@ class BackwardPass:
             else:
                 self._finish()
             self._note_shared()
+        return_views()
         self.session.observer.block_ends(self)
 
     def forget(self, prepared: PreparedOptimizer) -> None:

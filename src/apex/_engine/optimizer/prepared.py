@@ -232,9 +232,7 @@ class PreparedOptimizer:
 
     def give_back(self) -> bool:
         """Adds the gradients that were put aside; returns whether there are some."""
-        is_added = self.stash.give_back()
-        return_views()
-        return is_added
+        return self.stash.give_back()
 
     def forget_cleared(self, cleared: Sequence[Tensor]) -> None:
         """Forgets what unfinished passes hold for parameters whose gradients were cleared.
