@@ -208,6 +208,15 @@ def test_a_disabled_wrapper_trains_without_amp():
     assert_close(model.state_dict(), plain.state_dict(), **EXACT)
 
 
+def test_a_disabled_wrapper_needs_no_amp_beside_an_enabled_one():
+    model, disabled = wrapped(Ours, "O5", enabled=False)
+    with disabled.optim_context(model):
+        loss = loss_of(model, features(0))
+    iterate(*wrapped(Ours, "O5"))
+    disabled.update_params(loss)
+    assert not torch.equal(next(model.parameters()), next(net().parameters()))
+
+
 def test_a_plain_checkpoint_leaves_the_scales_as_they_are():
     model, wrapper = wrapped(Ours, "O5", loss_scale="dynamic")
     overflow(model, wrapper)

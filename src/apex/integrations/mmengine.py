@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from apex import amp
 from apex.amp import scaler_states
@@ -50,13 +50,26 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
       anything. It keeps the base learning rate of optimizers with several parameter groups.
 
     The arguments have the same defaults as in MMEngine's class. Therefore ``loss_scale`` is dynamic
-    even at levels whose default is 1.0; None selects the level's default. ``backward`` uses the
+    even at levels whose default is 1.0; None selects the level's default. :meth:`backward` uses the
     first loss scale.
     """
 
     optimizer: Any
     # Loss scales of a checkpoint that was loaded before amp prepared the optimizer.
     _loaded_scales: Mapping[str, Any] | None = None
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backpropagates the scaled loss, or if amp is disabled the loss, and counts the iteration.
+
+        Args:
+            loss: The loss of this iteration, 0-d.
+            **kwargs: Arguments of ``torch.Tensor.backward``.
+
+        Raises:
+            RuntimeError: If called before the first :meth:`optim_context`.
+        """
+        base = MMEngineApexOptimWrapper if self.enabled else OptimWrapper
+        base.backward(self, loss, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the optimizer's state, with this wrapper's loss scales under ``apex_amp``."""
@@ -95,7 +108,7 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
         Raises:
             RuntimeError: If another wrapper has already prepared the model.
         """
-        is_first_use = not scales.is_prepared(self.optimizer)
+        is_first_use = self.enabled and not scales.is_prepared(self.optimizer)
         with OptimWrapper.optim_context(self, model):
             if is_first_use:
                 module: Any = model
