@@ -155,6 +155,13 @@ def test_parts_saved_again_into_the_same_dict_have_the_values_of_now(level):
         assert [entry.unique().tolist() for entry in entries.values()] == [[value], [value]]
 
 
+def test_a_buffer_made_in_inference_mode_is_saved_in_fp32():
+    model = converted(nn.BatchNorm1d(2), "O5", keep_batchnorm_fp32=False)
+    with torch.inference_mode():
+        model.running_mean = torch.ones(2, dtype=torch.bfloat16)
+    assert torch.equal(model.state_dict()["running_mean"], torch.ones(2))
+
+
 class CountedEntries(OrderedDict):
     """Counts the walks through its values."""
 

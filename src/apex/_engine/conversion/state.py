@@ -282,7 +282,8 @@ class ModelState:
             if not dtypes.is_low_precision(entry):
                 continue
             # A tied weight is one tensor under all its names in these entries.
-            saved = id(tensor), tensor.is_inference() or tensor._version
+            version = 0 if tensor.is_inference() else tensor._version
+            saved = id(tensor), version
             exact = self._saved.get(saved)
             if exact is None or all(exact is not other for other in entries.values()):
                 exact = exact_value(entry, master_table.exact_value(tensor))
