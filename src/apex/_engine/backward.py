@@ -472,7 +472,6 @@ class BackwardPass:
         for prepared in self.prepared_optimizers:
             if self.scaled and prepared.unfinished_pass is self:  # else it has not lost its own
                 remove_new_grads(prepared.trained_params())
-            prepared.stash.remove_new()
         for prepared in self.prepared_optimizers:
             prepared.give_back()
 

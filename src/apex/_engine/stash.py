@@ -47,11 +47,6 @@ class Stash:
             for param in cleared:
                 self._grads.pop(id(param), None)
 
-    def remove_new(self) -> None:
-        """Removes what a pass that failed has put in the place of those put aside."""
-        for param, _, _ in self._grads.values():
-            param.grad = None
-
     def give_back(self) -> bool:
         """Adds the parameters' gradients to those put aside, in fp32 where there is a master.
 
