@@ -37,15 +37,14 @@ def _states(model: nn.Module) -> Iterator[Any]:
 
 
 def param_groups(model: nn.Module) -> list[Any]:
-    """Returns the groups of parameters that are gathered together, without duplicates."""
-    found: dict[Any, None] = {}
+    """Returns the groups of parameters that are gathered together."""
+    found: list[Any] = []
     for state in _states(model):
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # before torch 2.15
             groups = [getattr(state, "_fsdp_param_group", None)]
-        found.update(dict.fromkeys(groups))
-    found.pop(None, None)
-    return list(found)
+        found += groups
+    return [group for group in found if group is not None]
 
 
 def casts(model: nn.Module) -> bool:

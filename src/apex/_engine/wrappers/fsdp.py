@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from apex._torch import fsdp
 
-groups: list[weakref.ref[object]] = []
+groups = weakref.WeakSet[Any]()
 """The groups of parameters in prepared models that are gathered together."""
 
 
 def add(model: nn.Module) -> None:
     """Adds the groups of a prepared model."""
-    drop(model)  # an earlier call may have added them
-    for group in fsdp.param_groups(model):
-        groups.append(weakref.ref(group, groups.remove))
+    groups.update(fsdp.param_groups(model))
 
 
 def drop(model: nn.Module) -> None:
     """Forgets the groups of a model that becomes plain."""
-    for group in fsdp.param_groups(model):
-        if weakref.ref(group) in groups:
-            groups.remove(weakref.ref(group))
+    groups.difference_update(fsdp.param_groups(model))
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -34,12 +31,12 @@ def is_sharded(model: nn.Module) -> bool:
 
 def reduces(params: Sequence[Tensor]) -> bool:
     """Returns whether ranks reduce the gradients of parameters in a pass that begins now."""
-    return not fsdp.defers_reduction([group() for group in groups], params)
+    return not fsdp.defers_reduction(groups, params)
 
 
 def multiply_unsent(scale: Tensor | float, *, sends: bool) -> None:
     """Multiplies what ranks have yet to share by a scale, for a pass that ``sends`` it."""
-    fsdp.multiply_unsent([group() for group in groups], scale, sends=sends)
+    fsdp.multiply_unsent(groups, scale, sends=sends)
 
 
 def check(models: Iterable[nn.Module], *, drifts: bool) -> None:
@@ -58,7 +55,7 @@ def check(models: Iterable[nn.Module], *, drifts: bool) -> None:
                 "the optimizer and amp.initialize."
             )
         for group in fsdp.param_groups(model):
-            if weakref.ref(group) not in groups:
+            if group not in groups:
                 raise RuntimeError(
                     "fully_shard was called after amp.initialize, which replaces parameters: "
                     "the optimizer holds those from before and trains nothing. Call "
