@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from apex._core.op_table import AutocastSpec
 from apex._engine.autocast.ambient import follow_sessions
 from apex._engine.autocast.backward import BackwardAutocast
 from apex._engine.masters import remove_new_grads
@@ -108,10 +107,6 @@ class BackwardPass:
         self.updates: Sequence[ScaleUpdate] = ()
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
-        # The casts of Python code in the pass that mixes dtypes, if a session has some.
-        self._spec: AutocastSpec | None = session.spec
-        for prepared in self.prepared_optimizers:
-            self._spec = self._spec or prepared.session.spec
         # The casts of the pass, and the scale of what FSDP2 keeps of earlier ones.
         self._until_end = ExitStack()
         self._state = _State.NEW
@@ -154,8 +149,8 @@ class BackwardPass:
                     fsdp.multiply_unsent(self._scale, sends=True)
                     unscale = 1.0 / self._scale
                     self._until_end.callback(fsdp.multiply_unsent, unscale, sends=False)
-            if self._spec is not None:
-                self._until_end.enter_context(BackwardAutocast(self._spec))
+            if self.session.spec is not None:  # casts Python code in the pass that mixes dtypes
+                self._until_end.enter_context(BackwardAutocast(self.session.spec))
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise

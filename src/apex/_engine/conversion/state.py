@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,10 +92,7 @@ class ModelState:
     @property
     def model(self) -> nn.Module:
         """The model, also in a forward pass of a replica."""
-        model = self._model()
-        if model is None:
-            raise RuntimeError("The model of this amp state has been deleted.")
-        return model
+        return cast(nn.Module, self._model())
 
     @property
     def region(self) -> Region:

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -110,10 +110,7 @@ class PreparedOptimizer:
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer itself."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            raise RuntimeError("The optimizer of this amp state has been deleted.")
-        return optimizer
+        return cast(Optimizer, self._optimizer())
 
     def params(self) -> list[nn.Parameter]:
         """Returns every parameter that the optimizer steps, masters included; none once deleted."""
