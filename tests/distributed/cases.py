@@ -5,6 +5,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import apex.parallel
 from apex import amp
+from tests.support import loops
 from tests.support.loops import LEVELS, loss_of, masters, net, scaled_backward
 
 START_SCALE = 2.0**8
@@ -47,6 +48,12 @@ def backward(model, optimizer, x, y, share=1.0, **options):
     scaled_backward(loss, optimizer, **options)
 
 
+def train(rank, model, optimizer, steps=3):
+    """Trains on the rank's data; returns what has to be alike on all ranks."""
+    loops.train(model, optimizer, data=(rank_batch(rank, step) for step in range(steps)))
+    return state(model, optimizer)
+
+
 def state(model, optimizer):
     """What has to be alike on all ranks."""
     model = getattr(model, "module", model)
@@ -68,6 +75,13 @@ def joined(step, ranks=2):
     """The batches of all ranks as one."""
     parts = [rank_batch(rank, step) for rank in range(ranks)]
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+def assert_trained_as_one(ranks_state, level, model, optimizer=None, *, steps=3, eps=4):
+    """As below, for a model that one process trains on the data of two ranks."""
+    model, optimizer = initialized(level, model, optimizer)
+    loops.train(model, optimizer, data=map(joined, range(steps)))
+    assert_trained_alike(ranks_state, optimizer, level, eps)
 
 
 def assert_trained_alike(ranks_state, optimizer, level, eps=4):

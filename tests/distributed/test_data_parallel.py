@@ -61,9 +61,7 @@ def train_rank(rank, level, wrapper, steps=20, poisoned=None):
 @pytest.mark.parametrize(("level", "wrapper"), ALL)
 def test_two_ranks_train_as_one_process_on_the_joined_batch(on_two_ranks, level, wrapper):
     first = cases.alike(on_two_ranks(train_rank, level, wrapper))
-    model, optimizer = cases.prepare(level, seed=0)
-    loops.train(model, optimizer, data=map(cases.joined, range(20)))
-    cases.assert_trained_alike(first, optimizer, level, eps=16)
+    cases.assert_trained_as_one(first, level, cases.net(), steps=20, eps=16)
 
 
 def clip_the_model(rank, wrapper, max_norm=2.0**-4):
@@ -189,28 +187,6 @@ def test_many_passes_of_one_rank_add_up_in_fp32(on_two_ranks, level, wrapper, ki
     assert on_two_ranks(sum_of_many, level, wrapper, kind) == [[44.0, 44.0]] * 2
 
 
-def accumulate_around_a_dropped_loss(rank, level, wrapper, has_blocks):
-    """Passes of one update; no backward pass follows the second forward pass, which would send."""
-    model, optimizer = cases.initialized(level, loops.Weights(), loss_scale=1.0)
-    parallel = cases.WRAPPERS[wrapper](model)
-    for index, factor in enumerate([1.0, None, 2.0, 4.0]):
-        with parallel.no_sync() if index in (0, 2) else contextlib.nullcontext():
-            loss = parallel(a=factor or 1.0, b=rank * (factor or 1.0))
-            if has_blocks and factor:
-                loops.scaled_backward(loss, optimizer)
-            elif factor:
-                loss.backward()
-    return [master.grad.tolist() for master in amp.master_params(optimizer)]
-
-
-@loops.every(has_blocks=[False, True], wrapper=["torch", "torch views", "apex delayed"])
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
-def test_a_loss_that_all_ranks_drop_changes_nothing(on_two_ranks, level, wrapper, has_blocks):
-    """DistributedDataParallel averages in the next pass, also under ``no_sync``."""
-    found = on_two_ranks(accumulate_around_a_dropped_loss, level, wrapper, has_blocks)
-    assert found == [[[7.0] * 2, [3.5] * 2]] * 2
-
-
 def train_after_gradients_of(rank, level, what):
     """Two blocks an update, each after a pass that adds to no gradient."""
     parallel, optimizer = cases.wrapped(level, rank)
@@ -234,18 +210,14 @@ def test_a_pass_that_adds_to_no_gradient_sends_none(on_two_ranks, level, what):
     cases.assert_trained_alike(first, accumulate_alone(level, updates=2, passes=2), level)
 
 
-class Checkpointed(torch.nn.Module):
-    def __init__(self, seed):
-        super().__init__()
-        self.body = loops.net(seed)
-
-    def forward(self, x):
-        return torch.utils.checkpoint.checkpoint(self.body, x.requires_grad_(), use_reentrant=True)
+def checkpointed(self, x):
+    return torch.utils.checkpoint.checkpoint(self.body, x.requires_grad_(), use_reentrant=True)
 
 
 def accumulate_with_checkpoints(rank, level):
     """A plain pass, a block under ``no_sync``, and a block that sends, for each update."""
-    model, optimizer = cases.initialized(level, Checkpointed(rank), loss_scale=1.0)
+    model = loops.Body(checkpointed, body=loops.net(rank))
+    model, optimizer = cases.initialized(level, model, loss_scale=1.0)
     parallel = cases.WRAPPERS["torch"](model)
     for step in range(6):
         with parallel.no_sync() if step % 3 == 1 else contextlib.nullcontext():
@@ -289,16 +261,14 @@ def train_in_groups(rank, level):
     groups = [dist.new_group([0]), dist.new_group([1])]
     model, optimizer = cases.prepare(level, seed=rank)
     parallel = DistributedDataParallel(model, process_group=groups[rank])
-    loops.train(parallel, optimizer, data=(cases.rank_batch(0, step) for step in range(2)))
-    return cases.state(parallel, optimizer)["masters"]
+    return cases.train(0, parallel, optimizer, steps=2)["masters"]
 
 
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_masters_are_shared_in_the_wrapper_s_own_group(on_two_ranks, level):
     for rank, found in enumerate(on_two_ranks(train_in_groups, level)):
         model, optimizer = cases.prepare(level, seed=rank)
-        loops.train(model, optimizer, data=(cases.rank_batch(0, step) for step in range(2)))
-        assert found == cases.state(model, optimizer)["masters"]
+        assert found == cases.train(0, model, optimizer, steps=2)["masters"]
 
 
 def train_after_a_rank_alone(rank, level, alone):
@@ -310,8 +280,7 @@ def train_after_a_rank_alone(rank, level, alone):
         with parallel.no_sync():
             cases.backward(called, optimizer, *cases.rank_batch(0, 99))
         optimizer.zero_grad()
-    loops.train(parallel, optimizer, data=(cases.rank_batch(rank, step) for step in range(2)))
-    return cases.state(parallel, optimizer)
+    return cases.train(rank, parallel, optimizer, steps=2)
 
 
 @loops.every(alone=["module", "wrapper"], level=loops.WITH_MASTERS)
