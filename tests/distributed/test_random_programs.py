@@ -42,12 +42,15 @@ class Program:
         options = OPTIONS[level]
         cases.initialized(level[:2], self.model, self.optimizers, num_losses=2, **options)
         self.dynamic = options.get("loss_scale") == "dynamic"
-        if self.dynamic:
-            for scaler, scale in zip(amp._amp_state.loss_scalers, (2.0**6, 2.0**4), strict=True):
-                scaler._loss_scale = scale
+        self.scales = [2.0**6, 2.0**4] if self.dynamic else [options.get("loss_scale", 1.0)] * 2
+        for scaler, scale in zip(amp._amp_state.loss_scalers, self.scales, strict=True):
+            scaler._loss_scale = scale
         self.parallel = cases.WRAPPERS[wrapper](self.model)
-        # apex's sends a pass around it, too.
-        self.is_delayed = wrapper == "apex delayed"
+        with self.parallel.no_sync():
+            self.parallel(a=1.0)  # amp knows a wrapper from its first forward pass on
+        self.ways = ["no_sync"]
+        if wrapper != "apex delayed":  # which sends a pass around it, too
+            self.ways += ["around", "around in no_sync"]
         self.weights = dict.fromkeys("abcd", 1.0)
         self.grads = {}  # of both ranks
         self.is_local = False
@@ -62,10 +65,19 @@ class Program:
         overflowed = self.choose.choice("abcd") if overflows else None
         if overflowed:
             factors[overflowed][self.choose.randrange(2)] = math.inf
-        is_around = local and not self.is_delayed and self.choose.random() < 0.5
-        with self.parallel.no_sync() if local else contextlib.nullcontext():
-            model = self.model if is_around else self.parallel
-            loss = model(**{name: pair[self.rank] for name, pair in factors.items()})
+        way = self.choose.choice(self.ways) if local else "sends"
+        with self.parallel.no_sync() if "no_sync" in way else contextlib.nullcontext():
+            model = self.model if "around" in way else self.parallel
+            inputs = {
+                name: torch.tensor(pair[self.rank], requires_grad=True)
+                for name, pair in factors.items()
+            }
+            loss = model(**inputs)
+            if self.choose.random() < 0.2:  # as of an attack, or of a balance of losses
+                leaves = self.choose.choice([[*inputs.values()], [*self.model.parameters()]])
+                torch.autograd.grad(loss, leaves, retain_graph=True)
+            if self.choose.random() < 0.2:
+                self.clear()
             if indices is None:
                 loss.backward()
             else:
@@ -97,9 +109,12 @@ class Program:
         for each in indices:
             if not self.skips[each] or overflowed in [*self.names[each]]:
                 shared += self.names[each]
+        known = list(self.skips)
         for index, own in enumerate(self.names):
             names = own + shared if index in indices else own
             self.skips[index] = any(math.isinf(self.grads[name][0]) for name in names)
+        if any(self.skips[index] and not known[index] for index in indices):
+            self.scales[options["loss_id"]] /= 2.0
         if any(self.skips):
             self.step()
 
@@ -177,6 +192,7 @@ class Program:
             assert math.isinf(pair[self.rank]) or grad.tolist() == [pair[self.rank]] * 2
         masters = [p[0].item() for each in self.optimizers for p in amp.master_params(each)]
         assert masters == [*self.weights.values()]
+        assert [loops.scale(index) for index in range(2)] == self.scales
 
 
 def run_programs(rank, level, wrapper):
