@@ -219,24 +219,3 @@ def test_private_methods_do_as_in_apex(level):
         next(amp.master_params(optimizer)).fill_(0.1)
     optimizer._master_params_to_model_params()
     assert model.weight == torch.tensor(0.1).to(model.weight.dtype)
-
-
-@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
-def test_the_resume_idiom_of_bert_scripts_continues_bit_for_bit(level):
-    model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"], loops.Net())
-    loops.train(model, optimizer, data=loops.small_batches(3))
-    parts = {"model": model, "optimizer": optimizer, "amp": amp}
-    saved = {name: part.state_dict() for name, part in parts.items()}
-    saved = copy.deepcopy({**saved, "master params": list(amp.master_params(optimizer))})
-    expected = loops.train(model, optimizer, data=loops.small_batches(3))
-    del model, optimizer, parts
-
-    model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"], loops.Net())
-    model.load_state_dict(saved["model"])
-    optimizer._lazy_init_maybe_master_weights()
-    optimizer._amp_stash.lazy_init_called = True
-    optimizer.load_state_dict(saved["optimizer"])
-    for param, kept in zip(amp.master_params(optimizer), saved["master params"], strict=True):
-        param.data.copy_(kept.data)
-    amp.load_state_dict(saved["amp"])
-    assert loops.train(model, optimizer, data=loops.small_batches(3)) == expected
