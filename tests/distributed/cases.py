@@ -1,5 +1,8 @@
 """Ranks under a wrapper and one process on all their data: nets, batches, what is compared."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,6 +55,28 @@ def train(rank, model, optimizer, steps=3):
     """Trains on the rank's data; returns what has to be alike on all ranks."""
     loops.train(model, optimizer, data=(rank_batch(rank, step) for step in range(steps)))
     return state(model, optimizer)
+
+
+def run_on_rank(rank, program, level, wrapper, *args):
+    pair = program(level, WRAPPERS.get(wrapper), rank, partial(rank_batch, rank), *args)
+    return state(*pair)
+
+
+def assert_runs_as_one(on_two_ranks, program, level, wrapper, *args, eps=4):
+    """Runs a program on two ranks under a wrapper, and in one process on the batches of both.
+
+    It takes the level, the wrapper, a seed, batches by number and ``args``, and returns model and
+    optimizer.
+    """
+    found = alike(on_two_ranks(run_on_rank, program, level, wrapper, *args))
+    _, optimizer = program(level, lambda model: model, 0, joined, *args)
+    assert_trained_alike(found, optimizer, level, eps)
+
+
+def local(model, when=True):
+    """Where ranks do not share the gradients of a pass, if there are ranks."""
+    is_local = when and isinstance(model, DistributedDataParallel)
+    return model.no_sync() if is_local else nullcontext()
 
 
 def state(model, optimizer):

@@ -75,30 +75,19 @@ def test_an_inf_in_one_rank_skips_and_halves_on_all(on_two_ranks, level, wrapper
 # -- accumulation under no_sync --------------------------------------------------------------
 
 
-def accumulate(rank, level, wrapper, delay):
+def accumulate(level, wrap, seed, batch_at, delay):
     """Three updates of three passes each; only the last pass of an update communicates."""
-    parallel, optimizer = cases.wrapped(level, rank, wrapper)
-    for update in range(3):
-        for part in range(3):
-            last = part == 2
-            x, y = cases.rank_batch(rank, 3 * update + part)
-            with contextlib.nullcontext() if last else parallel.no_sync():
-                cases.backward(parallel, optimizer, x, y, 1 / 3, delay_unscale=delay and not last)
-        optimizer.step()
-        optimizer.zero_grad()
-    return cases.state(parallel, optimizer)
-
-
-def accumulate_alone(level, updates=3):
-    """The same in one process, with the batches of both ranks in each pass."""
-    model, optimizer = cases.prepare(level, seed=0)
-    for step in range(3 * updates):
-        for rank in range(2):
-            cases.backward(model, optimizer, *cases.rank_batch(rank, step), 1 / 6)
-        if step % 3 == 2:
+    model, optimizer = cases.prepare(level, seed)
+    parallel = wrap(model)
+    for step in range(9):
+        last = step % 3 == 2
+        with cases.local(parallel, not last):
+            delays = delay and not last
+            cases.backward(parallel, optimizer, *batch_at(step), 1 / 3, delay_unscale=delays)
+        if last:
             optimizer.step()
             optimizer.zero_grad()
-    return optimizer
+    return model, optimizer
 
 
 @pytest.mark.parametrize("delay", [False, True])
@@ -106,8 +95,7 @@ def accumulate_alone(level, updates=3):
 def test_gradients_accumulated_without_sync_are_sent_with_the_last(
     on_two_ranks, level, wrapper, delay
 ):
-    first = cases.alike(on_two_ranks(accumulate, level, wrapper, delay))
-    cases.assert_trained_alike(first, accumulate_alone(level), level, eps=8)
+    cases.assert_runs_as_one(on_two_ranks, accumulate, level, wrapper, delay, eps=8)
 
 
 def sum_of_many(rank, level, wrapper, kind):
@@ -139,14 +127,14 @@ def checkpointed(self, x):
     return torch.utils.checkpoint.checkpoint(self.body, x.requires_grad_(), use_reentrant=True)
 
 
-def accumulate_with_checkpoints(rank, level):
+def accumulate_with_checkpoints(level, wrap, seed, batch_at):
     """A plain pass, a block under ``no_sync``, and a block that sends, for each update."""
-    model = loops.Body(checkpointed, body=loops.net(rank))
+    model = loops.Body(checkpointed, body=loops.net(seed))
     model, optimizer = cases.initialized(level, model, loss_scale=1.0)
-    parallel = cases.WRAPPERS["torch"](model)
+    parallel = wrap(model)
     for step in range(6):
-        with parallel.no_sync() if step % 3 == 1 else contextlib.nullcontext():
-            loss = loops.loss_of(parallel, *cases.rank_batch(rank, step)) / 3
+        with cases.local(parallel, step % 3 == 1):
+            loss = loops.loss_of(parallel, *batch_at(step)) / 3
             if step % 3 == 0:
                 loss.backward()
             else:
@@ -154,12 +142,11 @@ def accumulate_with_checkpoints(rank, level):
         if step % 3 == 2:
             optimizer.step()
             optimizer.zero_grad()
-    return cases.state(parallel, optimizer)
+    return model, optimizer
 
 
 def test_passes_with_checkpoints_inside_are_sent_as_others(on_two_ranks):
-    first = cases.alike(on_two_ranks(accumulate_with_checkpoints, "O5"))
-    cases.assert_trained_alike(first, accumulate_alone("O5", updates=2), "O5", eps=8)
+    cases.assert_runs_as_one(on_two_ranks, accumulate_with_checkpoints, "O5", "torch", eps=8)
 
 
 # -- exact masters ---------------------------------------------------------------------------
@@ -209,29 +196,22 @@ def test_ranks_that_average_in_the_block_skip_together(on_two_ranks, level, besi
     cases.assert_trained_alike(first, optimizer, level)
 
 
-def accumulate_inside(rank, level):
+def accumulate_inside(level, wrap, seed, batch_at):
     """Without a wrapper: the last block of an update averages what all have left."""
     model, optimizer = cases.prepare(level, seed=0)
     for step in range(6):
         last = step % 2 == 1
-        loss = loops.loss_of(model, *cases.rank_batch(rank, step))
+        loss = loops.loss_of(model, *batch_at(step))
         with amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled_loss:
             scaled_loss.backward()
-            for param in model.parameters() if last else ():
+            for param in model.parameters() if last and dist.is_initialized() else ():
                 dist.all_reduce(param.grad)
                 param.grad /= dist.get_world_size()
         if last:
             optimizer.step()
             optimizer.zero_grad()
-    return cases.state(model, optimizer)
+    return model, optimizer
 
 
 def test_ranks_that_average_in_the_last_block_average_the_sum(on_two_ranks, level):
-    found = cases.alike(on_two_ranks(accumulate_inside, level))
-    model, optimizer = cases.prepare(level, seed=0)
-    for step in range(6):
-        cases.backward(model, optimizer, *cases.joined(step))
-        if step % 2 == 1:
-            optimizer.step()
-            optimizer.zero_grad()
-    cases.assert_trained_alike(found, optimizer, level)
+    cases.assert_runs_as_one(on_two_ranks, accumulate_inside, level, None)

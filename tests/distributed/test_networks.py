@@ -80,36 +80,24 @@ class Fp32Grads(torch.autograd.Function):
         return None, grad.float().t() @ x.float()
 
 
-def train_fp32_grads(model, optimizer, batch_at):
+def train_fp32_grads(level, wrap, seed, batch_at):
+    torch.manual_seed(3)
+    linear = nn.Linear(4, 2, bias=False)
+    model = loops.Body(lambda self, x: Fp32Grads.apply(x, self.linear.weight), linear=linear)
+    model, optimizer = cases.initialized(level, model)
+    parallel = wrap(model)
     for step in range(2):
         for index in (2 * step, 2 * step + 1):  # the second pass begins beside an fp32 gradient
-            loops.backward(model, optimizer, *batch_at(index))
+            loops.backward(parallel, optimizer, *batch_at(index))
         optimizer.step()
         optimizer.zero_grad()
-
-
-def fp32_grads_net(level):
-    torch.manual_seed(3)
-    model = loops.Body(
-        lambda self, x: Fp32Grads.apply(x, self.linear.weight), linear=nn.Linear(4, 2, bias=False)
-    )
-    return cases.initialized(level, model)
-
-
-def train_fp32_grads_on_ranks(rank, level):
-    model, optimizer = fp32_grads_net(level)
-    parallel = DistributedDataParallel(model)
-    train_fp32_grads(parallel, optimizer, lambda index: cases.rank_batch(rank, index))
-    model.linear.weight.grad = torch.zeros(2, 4)  # in fp32, as after any pass
-    return cases.state(parallel, optimizer)
+    linear.weight.grad = torch.zeros(2, 4)  # in fp32, as after any pass
+    return model, optimizer
 
 
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_gradients_that_a_kernel_makes_in_fp32_are_sent_in_16_bits(on_two_ranks, level):
-    first = cases.alike(on_two_ranks(train_fp32_grads_on_ranks, level))
-    model, optimizer = fp32_grads_net(level)
-    train_fp32_grads(model, optimizer, cases.joined)
-    cases.assert_trained_alike(first, optimizer, level)
+    cases.assert_runs_as_one(on_two_ranks, train_fp32_grads, level, "torch")
 
 
 # -- synchronized batch norm -----------------------------------------------------------------

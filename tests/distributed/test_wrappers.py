@@ -155,28 +155,21 @@ def test_ranks_that_use_different_parameters_have_the_same_gradients(on_two_rank
 # -- around the wrapper ------------------------------------------------------------------------
 
 
-def train_partly_around(rank, level, wrap):
+def train_partly_around(level, wrap, seed, batch_at):
     """Each step follows a pass through the module itself, which is local, and one that sends."""
     model, optimizer = cases.prepare(level, seed=0)
-    parallel = cases.WRAPPERS[wrap](model)
+    parallel = wrap(model)
     for step in range(3):
         optimizer.zero_grad()
-        cases.backward(model, optimizer, *cases.rank_batch(rank, 2 * step))
-        cases.backward(parallel, optimizer, *cases.rank_batch(rank, 2 * step + 1))
+        cases.backward(model, optimizer, *batch_at(2 * step))
+        cases.backward(parallel, optimizer, *batch_at(2 * step + 1))
         optimizer.step()
-    return cases.state(model, optimizer)
+    return model, optimizer
 
 
 @loops.every(level=["O1", "O2", "O5"], wrap=["torch", "torch views", "apex delayed"])
 def test_a_pass_around_the_wrapper_is_sent_by_the_next_one_through_it(on_two_ranks, level, wrap):
-    found = cases.alike(on_two_ranks(train_partly_around, level, wrap))
-    model, optimizer = cases.prepare(level, seed=0)
-    for step in range(3):
-        optimizer.zero_grad()
-        cases.backward(model, optimizer, *cases.joined(2 * step))
-        cases.backward(model, optimizer, *cases.joined(2 * step + 1))
-        optimizer.step()
-    cases.assert_trained_alike(found, optimizer, level)
+    cases.assert_runs_as_one(on_two_ranks, train_partly_around, level, wrap)
 
 
 # -- several losses of one forward pass --------------------------------------------------------
@@ -187,36 +180,27 @@ def two_heads(seed):
     return loops.Body(lambda self, x: (self.actor(x), self.critic(x)), **heads)
 
 
-def train_two_heads(rank, level, wrap):
+def train_two_heads(level, wrap, seed, batch_at):
     """The wrapper averages the gradients of both losses in the pass of the second.
 
     The second step adds them to those of the first.
     """
-    model, optimizer = cases.initialized(level, two_heads(seed=rank))
-    parallel = cases.WRAPPERS[wrap](model)
+    model, optimizer = cases.initialized(level, two_heads(seed))
+    parallel = wrap(model)
     for step in range(3):
         if step != 1:
             optimizer.zero_grad()
-        x, y = cases.rank_batch(rank, step)
+        x, y = batch_at(step)
         losses = [torch.nn.functional.mse_loss(output.float(), y) for output in parallel(x)]
         loops.scaled_backward(losses[0], optimizer, delay_unscale=True)
         loops.scaled_backward(losses[1], optimizer)
         optimizer.step()
-    return cases.state(model, optimizer)
+    return model, optimizer
 
 
 @loops.every(level=["O1", "O2", "O5"], wrap=["torch", "torch views", "apex delayed"])
 def test_losses_of_one_forward_pass_may_use_different_parameters(on_two_ranks, level, wrap):
-    found = cases.alike(on_two_ranks(train_two_heads, level, wrap))
-    model, optimizer = cases.initialized(level, two_heads(seed=0))
-    for step in range(3):
-        if step != 1:
-            optimizer.zero_grad()
-        x, y = cases.joined(step)
-        losses = [torch.nn.functional.mse_loss(output.float(), y) for output in model(x)]
-        loops.scaled_backward(sum(losses), optimizer)
-        optimizer.step()
-    cases.assert_trained_alike(found, optimizer, level)
+    cases.assert_runs_as_one(on_two_ranks, train_two_heads, level, wrap)
 
 
 def enter_a_second_block(rank, level, delay, loss_id):
