@@ -302,35 +302,6 @@ def test_masters_of_several_wrappers_are_sent_in_one_order(on_two_ranks, level):
     cases.alike(on_two_ranks(train_one_optimizer_of_several_wrappers, level))
 
 
-def train_gan(level, seed, batches, wrap=lambda model: model):
-    """The generator's pass reaches the discriminator, whose step has left gradients."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        models = [nn.Linear(4, 2), nn.Linear(2, 1)]
-    optimizers = [loops.sgd(model.parameters()) for model in models]
-    models, optimizers = cases.initialized(level, models, optimizers)
-    generator, discriminator = map(wrap, models)
-    for x, y in batches:
-        fake = generator(x)
-        of_fake, of_real = discriminator(fake.detach()), discriminator(y)
-        loss = of_fake.float().mean() - of_real.float().square().mean()
-        loops.descend(loss, optimizers[1])
-        loops.descend(discriminator(fake).float().square().mean(), optimizers[0])
-    return [master.tolist() for optimizer in optimizers for master in loops.masters(optimizer)]
-
-
-def train_gan_on_ranks(rank, level):
-    data = map(cases.rank_batch, [rank] * 3, range(3))
-    return train_gan(level, rank, data, DistributedDataParallel)
-
-
-def test_a_pass_through_the_model_of_another_optimizer_trains_as_one_process(on_two_ranks, level):
-    first = cases.alike(on_two_ranks(train_gan_on_ranks, level))
-    alone = train_gan(level, 0, map(cases.joined, range(3)))
-    for found in zip(first, alone, strict=True):
-        torch.testing.assert_close(*map(torch.tensor, found), rtol=2.0**-6, atol=2.0**-6)
-
-
 def sum_beside_a_wrapper(rank, wrap, is_part):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
