@@ -185,29 +185,6 @@ def test_delayed_any_pass_is_reduced_once(on_two_ranks):
         assert_close(after_failure, joined_grads())
 
 
-def accumulate(rank, delay, by):
-    wrapped = DistributedDataParallel(net(), delay_allreduce=delay)
-    if by == "no_sync":
-        with wrapped.no_sync():
-            loss_of(wrapped, rows_of(rank)).backward()
-    else:
-        wrapped.disable_allreduce()
-        loss_of(wrapped, rows_of(rank)).backward()
-        wrapped.enable_allreduce()
-    local = grads(wrapped)
-    loss_of(wrapped, rows_of(rank)).backward()
-    return local, grads(wrapped)
-
-
-@pytest.mark.parametrize("by", ["no_sync", "disable_allreduce"])
-def test_accumulated_gradients_are_local_until_the_last_pass(on_two_ranks, delay, by):
-    for rank, (local, total) in enumerate(on_two_ranks(accumulate, delay, by)):
-        model = net()
-        loss_of(model, rows_of(rank)).backward()
-        assert_close(local, grads(model))
-        assert_close(total, joined_grads(2.0))
-
-
 def reduce_by_hand(rank):
     wrapped = DistributedDataParallel(net())
     wrapped.disable_allreduce()
@@ -246,20 +223,6 @@ def subclassed(rank):
 
 def test_a_subclass_with_buckets_of_its_own_is_refused(on_two_ranks):
     on_two_ranks(subclassed)
-
-
-def forward_in_no_sync(rank, delay):
-    wrapped = DistributedDataParallel(net(), delay_allreduce=delay)
-    loss = loss_of(wrapped, rows_of(rank))
-    with wrapped.no_sync():
-        wrapped(rows_of(rank))
-    loss.backward()
-    return grads(wrapped)
-
-
-def test_a_forward_in_no_sync_takes_no_reduction_from_an_earlier_one(on_two_ranks, delay):
-    for result in on_two_ranks(forward_in_no_sync, delay):
-        assert_close(result, joined_grads())
 
 
 def passes_of_others(rank, delay):

@@ -4,6 +4,7 @@ Weights, gradients and scales are few-bit numbers, so every level is exact.
 """
 
 import contextlib
+import itertools
 import math
 import random
 import warnings
@@ -25,6 +26,7 @@ OPTIONS = {
     "O4": {},
     "O5": {},
 }
+WRAPPERS = ["torch", "torch views", "apex", "apex delayed"]
 CALLS = ["block"] * 4 + ["no_sync", "delayed", "step", "plain"] * 2
 CALLS += ["clear", "edit", "evaluate", "drop_loss"]
 
@@ -51,6 +53,8 @@ class Program:
         self.ways = ["no_sync"]
         if wrapper != "apex delayed":  # which sends a pass around it, too
             self.ways += ["around", "around in no_sync"]
+        if wrapper.startswith("apex"):
+            self.ways.append("disable_allreduce")
         self.weights = dict.fromkeys("abcd", 1.0)
         self.grads = {}  # of both ranks
         self.is_local = False
@@ -66,6 +70,8 @@ class Program:
         if overflowed:
             factors[overflowed][self.choose.randrange(2)] = math.inf
         way = self.choose.choice(self.ways) if local else "sends"
+        if way == "disable_allreduce":
+            self.parallel.disable_allreduce()
         with self.parallel.no_sync() if "no_sync" in way else contextlib.nullcontext():
             model = self.model if "around" in way else self.parallel
             inputs = {
@@ -78,11 +84,16 @@ class Program:
                 torch.autograd.grad(loss, leaves, retain_graph=True)
             if self.choose.random() < 0.2:
                 self.clear()
+            if self.choose.random() < 0.2:
+                with self.parallel.no_sync():
+                    self.parallel(a=1.0)
             if indices is None:
                 loss.backward()
             else:
                 given = [self.optimizers[index] for index in indices]
                 loops.scaled_backward(loss, given, **options)
+        if way == "disable_allreduce":
+            self.parallel.enable_allreduce()
         local = local and not self.awaits_pass
         for name, pair in factors.items():
             before = self.grads.get(name, [0.0, 0.0])
@@ -195,10 +206,10 @@ class Program:
         assert [loops.scale(index) for index in range(2)] == self.scales
 
 
-def run_programs(rank, level, wrapper):
+def run_programs(rank, level):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "optimizer.step.. got gradients that no amp.scale_loss")
-        for seed in range(40):
+        for wrapper, seed in itertools.product(WRAPPERS, range(40)):
             run_program(rank, level, wrapper, seed)
 
 
@@ -211,9 +222,9 @@ def run_program(rank, level, wrapper, seed):
             getattr(program, done[-1])()
             program.check()
     except Exception as error:
-        raise AssertionError(f"seed {seed}: {program.names} {done}") from error
+        raise AssertionError(f"{wrapper}, seed {seed}: {program.names} {done}") from error
 
 
-@loops.every(wrapper=["torch", "torch views", "apex delayed"], level=OPTIONS)
-def test_random_programs_follow_the_rules(on_two_ranks, level, wrapper):
-    on_two_ranks(run_programs, level, wrapper)
+@pytest.mark.parametrize("level", OPTIONS)
+def test_random_programs_follow_the_rules(on_two_ranks, level):
+    on_two_ranks(run_programs, level)
