@@ -79,14 +79,7 @@ class Program:
                 for name, pair in factors.items()
             }
             loss = model(**inputs)
-            if self.choose.random() < 0.2:  # as of an attack, or of a balance of losses
-                leaves = self.choose.choice([[*inputs.values()], [*self.model.parameters()]])
-                torch.autograd.grad(loss, leaves, retain_graph=True)
-            if self.choose.random() < 0.2:
-                self.clear()
-            if self.choose.random() < 0.2:
-                with self.parallel.no_sync():
-                    self.parallel(a=1.0)
+            self.interpose(loss, [*inputs.values()])
             if indices is None:
                 loss.backward()
             else:
@@ -102,6 +95,17 @@ class Program:
         self.is_local = local
         self.awaits_pass = False
         return overflowed
+
+    def interpose(self, loss, inputs):
+        """What a script may do between a forward pass and its backward pass."""
+        if self.choose.random() < 0.2:  # as of an attack, or of a balance of losses
+            leaves = self.choose.choice([inputs, [*self.model.parameters()]])
+            torch.autograd.grad(loss, leaves, retain_graph=True)
+        if self.choose.random() < 0.2:
+            self.clear()
+        if self.choose.random() < 0.2:
+            with self.parallel.no_sync():
+                self.parallel(a=1.0)
 
     def block(self, *, local=False, delays=False, indices=None):
         count = len(self.optimizers)
