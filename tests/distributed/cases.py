@@ -96,9 +96,9 @@ def alike(results):
     return first
 
 
-def joined(step, ranks=2):
-    """The batches of all ranks as one."""
-    parts = [rank_batch(rank, step) for rank in range(ranks)]
+def joined(step):
+    """The batches of two ranks as one."""
+    parts = [rank_batch(rank, step) for rank in range(2)]
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 

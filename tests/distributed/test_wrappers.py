@@ -17,8 +17,8 @@ from tests.support import loops
 pytestmark = pytest.mark.distributed
 
 
-def accumulate(rank, parallel, optimizer, model, updates=3):
-    for step in range(2 * updates):
+def accumulate(rank, parallel, optimizer, model):
+    for step in range(6):
         with contextlib.nullcontext() if step % 2 else parallel.no_sync():
             cases.backward(parallel, optimizer, *cases.rank_batch(rank, step))
         if step % 2:
