@@ -51,7 +51,7 @@ def backward(model, optimizer, x, y, share=1.0, **options):
     scaled_backward(loss, optimizer, **options)
 
 
-def train(rank, model, optimizer, steps=3):
+def train_on_data_of(rank, model, optimizer, steps=3):
     """Trains on the rank's data; returns what has to be alike on all ranks."""
     loops.train(model, optimizer, data=(rank_batch(rank, step) for step in range(steps)))
     return state(model, optimizer)

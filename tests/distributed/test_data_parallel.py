@@ -157,14 +157,14 @@ def train_in_groups(rank, level):
     groups = [dist.new_group([0]), dist.new_group([1])]
     model, optimizer = cases.prepare(level, seed=rank)
     parallel = DistributedDataParallel(model, process_group=groups[rank])
-    return cases.train(0, parallel, optimizer, steps=2)["masters"]
+    return cases.train_on_data_of(0, parallel, optimizer, steps=2)["masters"]
 
 
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_masters_are_shared_in_the_wrapper_s_own_group(on_two_ranks, level):
     for rank, found in enumerate(on_two_ranks(train_in_groups, level)):
         model, optimizer = cases.prepare(level, seed=rank)
-        assert found == cases.train(0, model, optimizer, steps=2)["masters"]
+        assert found == cases.train_on_data_of(0, model, optimizer, steps=2)["masters"]
 
 
 def train_after_a_rank_alone(rank, level, alone):
@@ -176,7 +176,7 @@ def train_after_a_rank_alone(rank, level, alone):
         with parallel.no_sync():
             cases.backward(called, optimizer, *cases.rank_batch(0, 99))
         optimizer.zero_grad()
-    return cases.train(rank, parallel, optimizer, steps=2)
+    return cases.train_on_data_of(rank, parallel, optimizer, steps=2)
 
 
 @loops.every(alone=["module", "wrapper"], level=loops.WITH_MASTERS)

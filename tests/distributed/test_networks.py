@@ -34,7 +34,7 @@ class Branches(nn.Module):
 def train_branches(rank, level):
     model, optimizer = cases.initialized(level, Branches())
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    return cases.train(rank, parallel, optimizer, steps=4)
+    return cases.train_on_data_of(rank, parallel, optimizer, steps=4)
 
 
 def test_unused_parameters_are_found(on_two_ranks, level):
@@ -117,7 +117,7 @@ def train_normed(rank, level, converted):
         model = convert_syncbn_model(model)
     kind = type(model[1])
     parallel = DistributedDataParallel(model)
-    state = cases.train(rank, parallel, optimizer)
+    state = cases.train_on_data_of(rank, parallel, optimizer)
     return issubclass(kind, SyncBatchNorm), state, model[1].running_mean
 
 
@@ -152,7 +152,7 @@ def train_with_sharded_state(rank, level):
     except RuntimeError as error:
         return str(error), {p.dtype for p in model.parameters()}
     parallel = DistributedDataParallel(model)
-    return cases.train(rank, parallel, optimizer)
+    return cases.train_on_data_of(rank, parallel, optimizer)
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])

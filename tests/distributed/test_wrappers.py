@@ -453,7 +453,7 @@ def train_a_part(rank, level, first, mixed):
     model, optimizer = cases.initialized(level, model)
     if not first:
         model[0] = DistributedDataParallel(part)
-    return cases.train(rank, model, optimizer)
+    return cases.train_on_data_of(rank, model, optimizer)
 
 
 @pytest.mark.parametrize(("level", "mixed"), [("O4", True), ("O5", False), ("O5", True)])
