@@ -1,6 +1,7 @@
 """What libraries do with a prepared model after training, against its plain model."""
 
 import copy
+import functools
 import io
 import multiprocessing
 import pickle
@@ -166,42 +167,34 @@ def test_torch_exports_and_scripts_the_plain_model(level):
             assert torch.equal(each(x), plain(x))
 
 
-def test_ema_pytorch_averages_the_plain_copy(level):
-    ema_pytorch = pytest.importorskip("ema_pytorch")
-    model, optimizer = loops.prepared(level)
-    twin = copy.deepcopy(model)
+def by_ema_pytorch(model):
+    """Yields how to update an average of a model, and the average."""
+    library = pytest.importorskip("ema_pytorch")
     options = {"beta": 0.9, "update_every": 1, "update_after_step": 0}
-    average = ema_pytorch.EMA(copy.copy(model), **options)
-    expected = ema_pytorch.EMA(twin, **options)
-    for x, y in loops.batches(4):
-        loops.train_step(model, optimizer, x, y)
-        twin.load_state_dict(model.state_dict())
-        average.update()
-        expected.update()
-    found = dict(average.ema_model.state_dict())
-    assert loops.same(found, dict(expected.ema_model.state_dict()))
+    average = library.EMA(copy.copy(model), **options)
+    yield average.update, average.ema_model
 
 
-def means(model):
-    """Returns averages by libraries' classes: of a prepared model, then of its plain twin."""
+def by_timm(model):
     utils = need("timm.utils")
-    yield utils.ModelEmaV2(model, decay=0.9)
-    for options in ({}, {"foreach": False}, {"use_warmup": True, "update_after_step": 1}):
-        yield utils.ModelEmaV3(model, decay=0.9, **options)
+    options = {}, {"foreach": False}, {"use_warmup": True, "update_after_step": 1}
+    averages = [utils.ModelEmaV3(model, decay=0.9, **each) for each in options]
+    for average in [utils.ModelEmaV2(model, decay=0.9), *averages]:
+        yield functools.partial(average.update, model), average.module
 
 
-def test_timm_averages_the_plain_model(level):
+@pytest.mark.parametrize("averages_of", [by_ema_pytorch, by_timm])
+def test_libraries_average_the_plain_model(level, averages_of):
     model, optimizer = loops.prepared(level)
     twin = copy.deepcopy(model)
-    averages, expected = [*means(model)], [*means(twin)]
+    averages, expected = [*averages_of(model)], [*averages_of(twin)]
     for x, y in loops.batches(4):
         loops.train_step(model, optimizer, x, y)
         twin.load_state_dict(model.state_dict())
-        for average, other in zip(averages, expected, strict=True):
-            average.update(model)
-            other.update(twin)
-    for average, other in zip(averages, expected, strict=True):
-        assert loops.same(dict(average.module.state_dict()), dict(other.module.state_dict()))
+        for update, _ in [*averages, *expected]:
+            update()
+    for (_, average), (_, other) in zip(averages, expected, strict=True):
+        assert loops.same(dict(average.state_dict()), dict(other.state_dict()))
 
 
 def step_in_child(queue, model, optimizer):

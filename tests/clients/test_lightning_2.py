@@ -27,10 +27,12 @@ from apex.integrations.lightning import ApexPrecision  # noqa: E402 - after the 
 
 pytestmark = [*of_its_time, pytest.mark.filterwarnings("ignore:.* is emulated on this CPU")]
 
-OPTIONS = {
-    "norm": {"gradient_clip_val": 0.1},
-    "value": {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
-    "accumulate": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+FITS = {  # whether the step calls a child of the module, and options of the trainer
+    "forward": (False, {}),
+    "child": (True, {}),
+    "norm": (False, {"gradient_clip_val": 0.1}),
+    "value": (False, {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
+    "accumulate": (False, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
 }
 
 
@@ -81,19 +83,9 @@ def same(found, expected):
 # -- fit -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("by_itself", [False, True], ids=["forward", "child"])
-def test_a_module_trains_as_in_a_loop_with_amp(pl, level, by_itself):
+@pytest.mark.parametrize(("by_itself", "options"), FITS.values(), ids=FITS)
+def test_a_module_trains_as_in_a_loop_with_amp(pl, level, by_itself, options):
     module = classifier(pl, by_itself=by_itself)
-    fit(pl, level, module)
-    weights, losses = by_hand(level)
-    assert module.losses == losses
-    same(module.layers.state_dict(), weights)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("level", ["O1", "O5"])
-def test_the_trainer_clips_and_accumulates(pl, level, options):
-    module = classifier(pl)
     fit(pl, level, module, **options)
     weights, losses = by_hand(level, **options)
     assert module.losses == losses

@@ -160,21 +160,18 @@ def test_a_scale_that_is_finding_its_value_is_not_reported(tmp_path, messages):
     assert not messages()
 
 
-def test_under_a_scaler_a_loss_that_is_not_finite_is_reported_at_once(tmp_path):
-    callback = OverflowCallback()
-    net = FaultyClassifier(fail_at=[6])
-    run_trainer(tmp_path, net, [callback], kind=ScaledTrainer)
-    assert callback.path == tmp_path / "overflow-step-4.txt"
-    assert callback.trace.first.module == "fault"
-    assert all(param.isfinite().all() for param in net.parameters())  # the step was skipped
-
-
-def test_under_a_scaler_gradients_are_reported_after_skips_in_a_row(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "fail_at", "step"), [("forward", [6], 4), ("backward", [2, 6, 8, 10], 5)]
+)
+def test_under_a_scaler_a_loss_is_reported_at_once_and_gradients_after_skips_in_a_row(
+    tmp_path, kind, fail_at, step
+):
     callback = OverflowCallback(after_skips=2)
-    net = FaultyClassifier(fail_at=[2, 6, 8, 10], kind="backward")
+    net = FaultyClassifier(fail_at=fail_at, kind=kind)
     run_trainer(tmp_path, net, [callback], kind=ScaledTrainer)
-    assert callback.path == tmp_path / "overflow-step-5.txt"
+    assert callback.path == tmp_path / f"overflow-step-{step}.txt"
     assert callback.trace.first.module == "fault"
+    assert all(param.isfinite().all() for param in net.parameters())  # such steps were skipped
 
 
 def test_an_exception_leaves_no_hook_once_the_trainer_is_gone(tmp_path):

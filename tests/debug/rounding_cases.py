@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import OrderedDict
 from contextlib import nullcontext
 
 import torch
@@ -9,67 +10,58 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from tests.support.loops import scaled_backward
+from tests.support.loops import Body, scaled_backward
 
 MODES = ("O4", "O5", "autocast", "bf16")
 
 # -- modules that lose digits --------------------------------------------------------------------
 
 
-class Variance(nn.Module):
+def layer(function):
+    return Body(lambda self, x: function(x))
+
+
+def variance(x):
     """E[x^2] - E[x]^2."""
-
-    def forward(self, x):
-        y = x + 50
-        return x / ((y * y).mean(-1, keepdim=True) - y.mean(-1, keepdim=True) ** 2).abs().add(1e-3)
+    y = x + 50
+    return x / ((y * y).mean(-1, keepdim=True) - y.mean(-1, keepdim=True) ** 2).abs().add(1e-3)
 
 
-class Shift(nn.Module):
-    def forward(self, x):
-        return (x + 1000) - 1000
+def shift(x):
+    return (x + 1000) - 1000
 
 
-class Rotary(nn.Module):
+def rotary(x):
     """Rotary positions in the dtype of the activations."""
-
-    def forward(self, x):
-        times, width = x.shape[1:]
-        frequencies = (10000 ** (-torch.arange(0, width, 2) / width)).to(x.dtype)
-        angles = torch.arange(times, dtype=x.dtype)[:, None] * frequencies
-        even, odd, cos, sin = x[..., ::2], x[..., 1::2], angles.cos(), angles.sin()
-        return torch.cat([even * cos - odd * sin, even * sin + odd * cos], -1)
+    times, width = x.shape[1:]
+    frequencies = (10000 ** (-torch.arange(0, width, 2) / width)).to(x.dtype)
+    angles = torch.arange(times, dtype=x.dtype)[:, None] * frequencies
+    even, odd, cos, sin = x[..., ::2], x[..., 1::2], angles.cos(), angles.sin()
+    return torch.cat([even * cos - odd * sin, even * sin + odd * cos], -1)
 
 
-class RunningSum(nn.Module):
-    def __init__(self, inplace):
-        super().__init__()
-        self.inplace = inplace
-
-    def forward(self, x):
-        total = torch.zeros_like(x[:, 0])
-        for step in x.abs().unbind(1):
-            if self.inplace:
-                total += step
-            else:
-                total = total + step
-        return x + (total / x.shape[1])[:, None]
+def running_sum(x, *, inplace=False):
+    total = torch.zeros_like(x[:, 0])
+    for step in x.abs().unbind(1):
+        if inplace:
+            total += step
+        else:
+            total = total + step
+    return x + (total / x.shape[1])[:, None]
 
 
-class LargeLogits(nn.Module):
-    def forward(self, x):
-        return x + (x.bfloat16() * 200).softmax(-1)
+def large_logits(x):
+    return x + (x.bfloat16() * 200).softmax(-1)
 
 
-class Average(nn.Module):
+def average(x):
     """An exponential moving average over the sequence."""
-
-    def forward(self, x):
-        average = torch.ones_like(x[:, 0])
-        averages = []
-        for step in x.unbind(1):
-            average = 0.99 * average + 0.01 * (step + 2)
-            averages.append(average)
-        return x + torch.stack(averages, 1)
+    last = torch.ones_like(x[:, 0])
+    averages = []
+    for step in x.unbind(1):
+        last = 0.99 * last + 0.01 * (step + 2)
+        averages.append(last)
+    return x + torch.stack(averages, 1)
 
 
 class Cancels(torch.autograd.Function):
@@ -83,35 +75,24 @@ class Cancels(torch.autograd.Function):
         return (grad + large) - large + grad
 
 
-class CancelsBackward(nn.Module):
-    def forward(self, x):
-        return Cancels.apply(x)
-
-
 FAULTS = {
-    "variance": (Variance, 16, "aten.sub", "forward"),
-    "shift": (Shift, 16, "aten.sub", "forward"),
-    "rotary": (Rotary, 400, "aten.cos", "forward"),
-    "sum": (lambda: RunningSum(False), 300, "aten.add", "forward"),
-    "sum in place": (lambda: RunningSum(True), 300, "aten.add_", "forward"),
-    "softmax": (LargeLogits, 16, "aten._softmax", "forward"),
-    "average": (Average, 30, "aten.mul aten.add", "forward"),
-    "backward": (CancelsBackward, 16, "aten.sub", "backward"),
+    "variance": (variance, 16, "aten.sub", "forward"),
+    "shift": (shift, 16, "aten.sub", "forward"),
+    "rotary": (rotary, 400, "aten.cos", "forward"),
+    "sum": (running_sum, 300, "aten.add", "forward"),
+    "sum in place": (functools.partial(running_sum, inplace=True), 300, "aten.add_", "forward"),
+    "softmax": (large_logits, 16, "aten._softmax", "forward"),
+    "average": (average, 30, "aten.mul aten.add", "forward"),
+    "backward": (Cancels.apply, 16, "aten.sub", "backward"),
 }
-"""Each module, the length of the sequence, the operators that lose digits first, the direction."""
+"""Each layer, the length of the sequence, the operators that lose digits first, the direction."""
 
 
-class Around(nn.Module):
-    """A faulty module between healthy ones."""
-
-    def __init__(self, faulty, width=32):
-        super().__init__()
-        self.embedding = nn.Embedding(65, width)
-        self.before, self.faulty = nn.Linear(width, width), faulty
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 65)
-
-    def forward(self, x):
-        return self.head(self.norm(self.faulty(self.before(self.embedding(x)))))
+def around(faulty, width=32):
+    """A faulty layer between healthy ones."""
+    before = {"embedding": nn.Embedding(65, width), "before": nn.Linear(width, width)}
+    after = {"norm": nn.LayerNorm(width), "head": nn.Linear(width, 65)}
+    return nn.Sequential(OrderedDict(**before, faulty=layer(faulty), **after))
 
 
 # -- healthy models ------------------------------------------------------------------------------
@@ -176,62 +157,52 @@ class Transformer(nn.Module):
         return self.head(self.norms[-1](x))
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.embedding, self.rnn = nn.Embedding(65, 32), kind(32, 32, batch_first=True)
-        self.head = nn.Linear(32, 65)
-
-    def forward(self, tokens):
-        return self.head(self.rnn(self.embedding(tokens))[0])
+def recurrent(self, tokens):
+    return self.head(self.rnn(self.embedding(tokens))[0])
 
 
-class GraphAttention(nn.Module):
+def lstm():
+    rnn = nn.LSTM(32, 32, batch_first=True)
+    return Body(recurrent, embedding=nn.Embedding(65, 32), rnn=rnn, head=nn.Linear(32, 65))
+
+
+def attends_to_edges(self, x):
     """A softmax over the edges of each node, written with scatters, as graph networks do."""
-
-    def __init__(self, width=32):
-        super().__init__()
-        self.key, self.value = nn.Linear(width, 1), nn.Linear(width, width)
-        self.head = nn.Linear(width, 10)
-
-    def forward(self, x):
-        source, target = torch.randint(len(x), (2, 4 * len(x)))
-        scores = F.leaky_relu(self.key(x[source] + x[target]).squeeze(-1))
-        largest = torch.full_like(scores[: len(x)], float("-inf"))
-        largest = largest.scatter_reduce(0, target, scores, "amax")
-        weights = (scores - largest[target]).exp()
-        sums = torch.zeros_like(weights[: len(x)]).index_add(0, target, weights)
-        messages = (weights / (sums[target] + 1e-6)).unsqueeze(-1) * self.value(x)[source]
-        return self.head(torch.zeros_like(messages[: len(x)]).index_add(0, target, messages))
+    source, target = torch.randint(len(x), (2, 4 * len(x)))
+    scores = F.leaky_relu(self.key(x[source] + x[target]).squeeze(-1))
+    largest = torch.full_like(scores[: len(x)], float("-inf"))
+    largest = largest.scatter_reduce(0, target, scores, "amax")
+    weights = (scores - largest[target]).exp()
+    sums = torch.zeros_like(weights[: len(x)]).index_add(0, target, weights)
+    messages = (weights / (sums[target] + 1e-6)).unsqueeze(-1) * self.value(x)[source]
+    return self.head(torch.zeros_like(messages[: len(x)]).index_add(0, target, messages))
 
 
-class Refinement(nn.Module):
+def graph_attention():
+    layers = {"key": nn.Linear(32, 1), "value": nn.Linear(32, 32), "head": nn.Linear(32, 10)}
+    return Body(attends_to_edges, **layers)
+
+
+def refines(self, x):
     """Adds 16-bit updates to coordinates in fp32, as an optical flow does."""
-
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.GRUCell(32, 16)
-        self.update = nn.Linear(16, 10)
-
-    def forward(self, x):
-        start = end = torch.linspace(1e3, 2e3, 10)
-        hidden = None
-        for _ in range(3):
-            hidden = self.cell(x, hidden)
-            end = end + self.update(hidden)
-        return end - start
+    start = end = torch.linspace(1e3, 2e3, 10)
+    hidden = None
+    for _ in range(3):
+        hidden = self.cell(x, hidden)
+        end = end + self.update(hidden)
+    return end - start
 
 
 HEALTHY = {
-    "refinement": Refinement,
-    "graph attention": GraphAttention,
+    "refinement": lambda: Body(refines, cell=nn.GRUCell(32, 16), update=nn.Linear(16, 10)),
+    "graph attention": graph_attention,
     "mlp": mlp,
     "mlp, tanh, layer norm": lambda: mlp(nn.Tanh, nn.LayerNorm),
     "conv net": conv_net,
     "transformer, -inf": lambda: Transformer("infinite", depth=1),
     "transformer, finfo.min": lambda: Transformer("least", depth=1),
     "transformer, fused": lambda: Transformer("fused"),
-    "lstm": lambda: Recurrent(nn.LSTM),
+    "lstm": lstm,
 }
 
 

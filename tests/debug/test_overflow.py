@@ -234,7 +234,7 @@ def test_training_is_the_same_under_the_trace(level):
 # -- what a person at night met --------------------------------------------------------------------
 
 
-def test_a_scaler_that_scaled_the_loss_before_the_trace_is_given_to_it():
+def test_a_scaler_that_scaled_the_loss_before_the_trace_is_given_to_it_and_nothing_else():
     model, scaler = loops.net(), torch.amp.GradScaler("cpu", init_scale=2.0**24)
     with torch.autocast("cpu", torch.float16):
         loss = scaler.scale(model(loops.batch()[0]).float().sum())
@@ -242,9 +242,6 @@ def test_a_scaler_that_scaled_the_loss_before_the_trace_is_given_to_it():
         loss.backward()
     assert (trace.first.cause, trace.first.direction) == ("loss scale", "backward")
     assert trace.first.heals
-
-
-def test_a_scaler_that_is_none_is_refused():
     with pytest.raises(TypeError, match="got int as the scaler"):
         trace_overflow(loops.net(), scaler=3)
 

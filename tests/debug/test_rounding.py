@@ -9,14 +9,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
+from tests.debug import rounding_cases
 from tests.debug.bodies import Body
-from tests.debug.rounding_cases import HEALTHY, MODES, Shift, Training, runs, sample, traced
+from tests.debug.rounding_cases import MODES, Training, layer, sample, shift, traced
 from tests.support.loops import every
 
 
 def shifted():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), Shift()).bfloat16()
+    model = nn.Sequential(nn.Linear(8, 8), layer(shift)).bfloat16()
     return traced(model, torch.randn(4, 8, dtype=torch.bfloat16))
 
 
@@ -24,9 +25,9 @@ def shifted():
 def test_the_run_computes_the_same_bits_as_without_the_trace(name, mode):
     """Weights, gradients, buffers, the optimizer's state, losses, and what is drawn next."""
     results = []
-    for traces in (False, True) if runs(name, mode) else ():
+    for traces in (False, True) if rounding_cases.runs(name, mode) else ():
         torch.manual_seed(0)
-        training = Training(HEALTHY[name](), mode)
+        training = Training(rounding_cases.HEALTHY[name](), mode)
         model, state = training.model, training.optimizer.state
         with amp.debug.trace_rounding(model) if traces else nullcontext():
             losses = [training.step(*sample(model)) for _ in range(3)]
@@ -48,10 +49,10 @@ def test_the_report_names_place_cause_and_remedy():
 
 
 def test_what_loses_digits_later_is_listed_in_order():
-    linear, shifts = nn.Linear(8, 8).bfloat16(), nn.Sequential(Shift(), Shift())
+    linear, shifts = nn.Linear(8, 8).bfloat16(), nn.Sequential(layer(shift), layer(shift))
     with amp.debug.trace_rounding(shifts) as trace:
-        for shift in shifts:
-            shift(linear(torch.randn(4, 8, dtype=torch.bfloat16)))
+        for part in shifts:
+            part(linear(torch.randn(4, 8, dtype=torch.bfloat16)))
     assert [row.module for row in trace.lost] == ["0", "1"]
     assert str(trace).splitlines()[-1] == "later  aten.sub in 1, forward"
 
@@ -111,43 +112,12 @@ def test_writes_in_place_and_views_are_followed(how):
     assert (worst.module, worst.op) == ("1", "aten.sub")
 
 
-def test_complex_values_are_followed():
-    class Rotary(nn.Module):
-        def forward(self, x):
-            angles = torch.polar(torch.ones(4), torch.arange(4.0))
-            turned = torch.view_as_complex(x.float().unflatten(-1, (4, 2))) * angles
-            return torch.view_as_real(turned).flatten(-2).to(x.dtype)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), Rotary(), nn.Linear(8, 8)).bfloat16()
-    with amp.debug.trace_rounding(model) as trace:
-        model(torch.randn(4, 8).bfloat16()).square().sum().backward()
-    assert trace.lost == trace.skipped == ()
-
-
-def test_tensors_without_elements_are_exact():
-    with amp.debug.trace_rounding() as trace:
-        (torch.ones(0, 2).bfloat16() + 1).sum()
-    assert trace.lost == trace.skipped == ()
-
-
-def test_a_weight_times_a_number_is_no_average_that_stands_still():
-    class Scaled(nn.Linear):
-        def forward(self, x):
-            return nn.functional.linear(x, self.weight * 0.999)
-
-    model = nn.Sequential(nn.Linear(8, 8), Scaled(8, 8)).bfloat16()
-    with amp.debug.trace_rounding(model) as trace:
-        model(torch.ones(4, 8).bfloat16()).square().sum().backward()
-    assert trace.lost == ()
-
-
 def test_checkpoints_and_models_of_one_name_are_followed():
     def block(self, x):
         return checkpoint(lambda y: self.shift(self.linear(y)), x, use_reentrant=False)
 
     one = nn.Linear(8, 8).bfloat16()
-    two = Body(block, linear=nn.Linear(8, 8), shift=Shift()).bfloat16()
+    two = Body(block, linear=nn.Linear(8, 8), shift=layer(shift)).bfloat16()
     with amp.debug.trace_rounding(one, two) as trace:
         two(one(torch.randn(4, 8, dtype=torch.bfloat16))).sum().backward()
     assert trace.worst.module == "Body:shift"

@@ -8,18 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
+from tests.debug import rounding_cases
 from tests.debug.bodies import Body
-from tests.debug.rounding_cases import (
-    FAULTS,
-    HEALTHY,
-    MODES,
-    Around,
-    Training,
-    mlp,
-    runs,
-    sample,
-    traced,
-)
+from tests.debug.rounding_cases import FAULTS, HEALTHY, MODES, Training, mlp, sample, traced
 from tests.support.loops import every
 
 KERNELS = {"aten.mkldnn_rnn_layer_backward"}
@@ -31,7 +22,7 @@ def test_the_planted_operator_is_named(fault):
     faulty, length, ops, direction = FAULTS[fault]
     for mode in MODES if length < 300 else ("O4", "bf16"):
         torch.manual_seed(0)
-        training = Training(Around(faulty()), mode)
+        training = Training(rounding_cases.around(faulty), mode)
         trace = training.traced(*sample(training.model, length))
         worst = trace.worst
         assert (worst.module, worst.direction) == ("faulty", direction), mode
@@ -44,7 +35,7 @@ def test_the_planted_operator_is_named(fault):
 def test_a_healthy_model_loses_none(name):
     fp16 = ("O1",) if name == "mlp" else ()  # emulated on most CPUs, and slow
     for seed, mode in enumerate((*MODES, *fp16)):
-        if not runs(name, mode):
+        if not rounding_cases.runs(name, mode):
             continue
         torch.manual_seed(seed)
         training = Training(HEALTHY[name](), mode)
@@ -117,29 +108,6 @@ def test_an_activation_times_a_number_close_to_1_is_no_average(scale):
         assert trace.worst is None, str(trace)
 
 
-def by_parts(x, exact):
-    y = torch.empty(2, *x.shape, dtype=x.dtype)
-    y[0] = x
-    y[1] = exact
-    return y + 1
-
-
-JOINED = {
-    "by parts": by_parts,
-    "stacked": lambda x, exact: torch.stack([x, 1e30 * exact])[0] + 1,
-    "written over": lambda x, exact: torch.add(x.detach(), exact, out=1e30 * exact),
-}
-
-
-@pytest.mark.parametrize("how", JOINED)
-def test_an_error_is_inherited_beside_values_that_are_exact(how):
-    model = nn.Linear(16, 16).bfloat16()
-    with amp.debug.trace_rounding(model) as trace:
-        output = model(torch.randn(64, 16, dtype=torch.bfloat16))
-        JOINED[how]((output * 4).exp().square().square().square(), torch.ones_like(output))
-    assert trace.worst is None, str(trace)
-
-
 SHIFTS = [(16.0, "lost"), (1e3, "lost"), (1e6, "skipped"), (1e7, "skipped")]
 
 
@@ -205,42 +173,95 @@ def test_a_loss_of_large_logits_is_named():
         assert not trace.worst.inside
 
 
-def test_gradients_of_two_means_that_nearly_cancel_are_no_fault():
-    critic = mlp(nn.Tanh, depth=2).half()
-    x = torch.randn(16, 32).half()
-    with amp.debug.trace_rounding(critic) as trace:
-        (critic(x).mean() - critic(x + 0.5).mean()).backward()
-    assert trace.worst is None, str(trace)
+# -- programs without a fault --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_gradients_that_cancel_in_a_fused_attention_are_no_fault(masked):
+def values_beside_exact_ones():
+    """Inherit an error, however they are joined."""
+    output = nn.Linear(16, 16).bfloat16()(torch.randn(64, 16, dtype=torch.bfloat16))
+    x, exact = (output * 4).exp().square().square().square(), torch.ones_like(output)
+    by_parts = torch.empty(2, *x.shape, dtype=x.dtype)
+    by_parts[0] = x
+    by_parts[1] = exact
+    by_parts + 1
+    torch.stack([x, 1e30 * exact])[0] + 1
+    torch.add(x.detach(), exact, out=1e30 * exact)
+
+
+def two_means_that_nearly_cancel():
+    critic, x = mlp(nn.Tanh, depth=2).half(), torch.randn(16, 32).half()
+    (critic(x).mean() - critic(x + 0.5).mean()).backward()
+
+
+def values_that_cancel_in_a_fused_attention():
     """Near-equal values at the beginning of a training, as of GPT-2."""
-    torch.manual_seed(0)
-    mask = torch.zeros(64, 64, dtype=torch.bfloat16) if masked else None
-
-    def attended(self, x):
-        q, k, v = self.projection(x).view(2, 64, 3, 4, 8).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(q, k, v + 1, attn_mask=mask, is_causal=not masked)
-
-    model = Body(attended, projection=nn.Linear(32, 96)).bfloat16()
-    nn.init.normal_(model.projection.weight, std=0.02)
-    with amp.debug.trace_rounding(model) as trace:
-        output = model(torch.randn(2, 64, 32, dtype=torch.bfloat16))
+    projection = nn.Linear(32, 96).bfloat16()
+    nn.init.normal_(projection.weight, std=0.02)
+    for mask in (None, torch.zeros(64, 64, dtype=torch.bfloat16)):
+        x = torch.randn(2, 64, 32, dtype=torch.bfloat16)
+        q, k, v = projection(x).view(2, 64, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        causal = mask is None
+        output = F.scaled_dot_product_attention(q, k, v + 1, attn_mask=mask, is_causal=causal)
         (output.float() * torch.randn(2, 4, 64, 8)).sum().backward()
-    assert trace.worst is None, str(trace)
 
 
-@pytest.mark.parametrize("loss", [lambda a, b: b - a, lambda a, b: -a + b])
-def test_a_loss_of_two_means_that_nearly_cancel_may_be_scaled(loss):
+def two_means_that_nearly_cancel_and_are_scaled():
     critic = nn.Linear(2, 1, bias=False).bfloat16()
     nn.init.ones_(critic.weight)
-    with amp.debug.trace_rounding(critic) as trace:
+    for loss in (lambda a, b: b - a, lambda a, b: -a + b):
         real = critic(torch.tensor([[1.0, 2.0**-9]], dtype=torch.bfloat16)).float().mean()
         fake = critic(torch.tensor([[1.0, 2.0**-5]], dtype=torch.bfloat16)).float().mean()
         (loss(real, fake) * 0.5 + loss(real, fake) / 30).backward()
     assert float(loss(real, fake).detach()) == 2.0**-5  # 2**-9 is lost: 6.7 % of the difference
-    assert trace.worst is None, str(trace)
+
+
+def a_token_that_recurs_in_fp16():
+    output = nn.Embedding(2, 8).half()(torch.zeros(4096, dtype=torch.long))
+    (output * (torch.rand(4096, 8) + 0.5).half()).float().sum().backward()
+
+
+def a_gru_near_its_fixed_point():
+    with torch.autocast("cpu", torch.bfloat16):
+        output, _ = nn.GRU(8, 8)(torch.ones(40, 4, 8))
+        output.float().square().mean().backward()
+
+
+def complex_values():
+    def turn(x):
+        angles = torch.polar(torch.ones(4), torch.arange(4.0))
+        turned = torch.view_as_complex(x.float().unflatten(-1, (4, 2))) * angles
+        return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+
+    model = nn.Sequential(nn.Linear(8, 8), rounding_cases.layer(turn), nn.Linear(8, 8)).bfloat16()
+    model(torch.randn(4, 8).bfloat16()).square().sum().backward()
+
+
+def tensors_without_elements():
+    (torch.ones(0, 2).bfloat16() + 1).sum()
+
+
+def a_weight_times_a_number():
+    """It is no average that stands still."""
+    linear, weight = nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8).bfloat16().weight
+    F.linear(linear(torch.ones(4, 8).bfloat16()), weight * 0.999).square().sum().backward()
+
+
+PROGRAMS = [
+    values_beside_exact_ones, two_means_that_nearly_cancel, a_token_that_recurs_in_fp16,
+    values_that_cancel_in_a_fused_attention, two_means_that_nearly_cancel_and_are_scaled,
+    a_gru_near_its_fixed_point, complex_values, tensors_without_elements, a_weight_times_a_number,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_without_a_fault_is_judged_and_not_accused(program):
+    torch.manual_seed(0)
+    with amp.debug.trace_rounding() as trace:
+        program()
+    assert trace.lost == trace.skipped == (), str(trace)
+
+
+# -- faults of their own -------------------------------------------------------------------------
 
 
 def test_the_report_says_where_the_error_enters():
@@ -356,23 +377,6 @@ def test_what_is_steep_or_small_by_design_or_chance_is_not_accused(formula):
     assert lost_by(formula) == ()
 
 
-def test_a_token_that_recurs_is_not_accused_in_fp16():
-    torch.manual_seed(0)
-    embedding = nn.Embedding(2, 8).half()
-    with amp.debug.trace_rounding(embedding) as trace:
-        output = embedding(torch.zeros(4096, dtype=torch.long))
-        (output * (torch.rand(4096, 8) + 0.5).half()).float().sum().backward()
-    assert trace.worst is None, str(trace)
-
-
 def test_values_below_0_that_are_all_large_are_no_mask():
     row, *_ = lost_by(lambda x: (1e6 - x * 500) - 1e6)
     assert (row.op, row.kind) == ("aten.sub", "cancellation")
-
-
-def test_a_gru_near_its_fixed_point_loses_none():
-    gru = nn.GRU(8, 8)
-    with amp.debug.trace_rounding(gru) as trace, torch.autocast("cpu", torch.bfloat16):
-        output, _ = gru(torch.ones(40, 4, 8))
-        output.float().square().mean().backward()
-    assert (trace.worst, trace.skipped) == (None, ()), str(trace)

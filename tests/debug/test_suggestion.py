@@ -9,7 +9,8 @@ from torch import nn
 
 from apex import amp
 from tests.debug import rounding_cases
-from tests.debug.bodies import everything
+from tests.debug.bodies import Body, everything
+from tests.debug.rounding_cases import layer, shift
 from tests.support.loops import live_sessions, same
 
 PLANTED = ("shift", "rotary", "sum", "average", "backward")
@@ -25,7 +26,7 @@ def suggested(model, length=24):
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_module_is_found_and_nothing_else(fault):
     faulty, length, _, _ = rounding_cases.FAULTS[fault]
-    found = suggested(rounding_cases.Around(faulty()), length)
+    found = suggested(rounding_cases.around(faulty), length)
     assert found.modules == ["faulty"]
     assert found.error_after < found.error_before
     assert found.notes == ()
@@ -43,8 +44,8 @@ def test_a_healthy_model_needs_none(name):
 
 
 def test_several_faults_are_all_found():
-    kinds = rounding_cases.Shift, nn.Tanh, rounding_cases.Shift, rounding_cases.CancelsBackward
-    blocks = [nn.Sequential(nn.Linear(32, 32), kind(), nn.LayerNorm(32)) for kind in kinds]
+    kinds = shift, torch.tanh, shift, rounding_cases.Cancels.apply
+    blocks = [nn.Sequential(nn.Linear(32, 32), layer(kind), nn.LayerNorm(32)) for kind in kinds]
     model = nn.Sequential(nn.Embedding(65, 32), *blocks, nn.Linear(32, 65))
     assert sorted(suggested(model).modules) == ["1.1", "3.1", "4.1"]
 
@@ -53,7 +54,7 @@ def test_frozen_weights_vanishing_gradients_and_autocast_around_it_change_no_ver
     torch.manual_seed(0)
     frozen = nn.Linear(8, 8).requires_grad_(False)
     # Before a batch norm, the gradient of a bias is 0 but for rounding.
-    layers = nn.Linear(8, 8), nn.BatchNorm1d(8), frozen, rounding_cases.Shift(), nn.Linear(8, 1)
+    layers = nn.Linear(8, 8), nn.BatchNorm1d(8), frozen, layer(shift), nn.Linear(8, 1)
     model = nn.Sequential(*layers)
     model[0].unused = nn.Parameter(torch.ones(8))
     with torch.autocast("cpu", torch.bfloat16):
@@ -63,31 +64,23 @@ def test_frozen_weights_vanishing_gradients_and_autocast_around_it_change_no_ver
 
 
 def test_a_fault_outside_of_modules_is_noted():
-    class Outside(nn.Linear):
-        def forward(self, x):
-            return (super().forward(x) + 1000) - 1000
-
     torch.manual_seed(0)
-    found = amp.debug.suggest_fp32(Outside(8, 8), torch.randn(16, 8))
+    model = Body(lambda self, x: shift(self.linear(x)), linear=nn.Linear(8, 8))
+    found = amp.debug.suggest_fp32(model, torch.randn(16, 8))
     assert found.modules == []
     assert found.notes[0].startswith("aten.sub in the model loses digits")
 
 
 def test_a_fault_that_reaches_no_gradient_needs_no_fp32():
-    class Beside(rounding_cases.Shift):
-        def forward(self, x):
-            return x + 0 * super().forward(x)
-
-    model = nn.Sequential(nn.Linear(8, 8), Beside(), nn.Linear(8, 1))
+    beside = layer(lambda x: x + 0 * shift(x))
+    model = nn.Sequential(nn.Linear(8, 8), beside, nn.Linear(8, 1))
     assert amp.debug.suggest_fp32(model, torch.randn(16, 8)).modules == []
 
 
 def test_gradients_that_overflow_whatever_is_in_fp32_give_no_verdict():
-    class Outside(nn.Linear):
-        def forward(self, x):
-            return (1 - (super().forward(x) + 8).sigmoid()).log()
-
-    found = amp.debug.suggest_fp32(Outside(8, 8), torch.randn(16, 8))
+    linear = nn.Linear(8, 8)
+    model = Body(lambda self, x: (1 - (self.linear(x) + 8).sigmoid()).log(), linear=linear)
+    found = amp.debug.suggest_fp32(model, torch.randn(16, 8))
     assert found.verdict.startswith("Could not tell which modules need fp32 at O5")
 
 
@@ -108,17 +101,11 @@ def test_everything_is_as_before(fails):
     assert live_sessions() == 0
 
 
-class Draws(nn.Module):
+def draws():
     """Draws from a generator of its own, which a copy of the module shares."""
-
-    generator = torch.Generator()
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.linear(x) * torch.rand(x.shape, generator=self.generator)
+    own = torch.Generator()
+    linear = nn.Linear(4, 4)
+    return Body(lambda self, x: self.linear(x) * torch.rand(x.shape, generator=own), linear=linear)
 
 
 def with_nan():
@@ -132,7 +119,7 @@ BAD_INPUT = [
     (lambda: nn.Linear(4, 4).bfloat16(), {}, "'weight' is torch.bfloat16 on cpu"),
     (lambda: nn.Linear(4, 4), {"loss_fn": "mse"}, "got str as loss_fn; it takes a function"),
     (lambda: nn.Linear(4, 4), {"loss_fn": lambda output: output}, r"shape \(2, 4\)"),
-    (Draws, {}, "or differ between two runs"),
+    (draws, {}, "or differ between two runs"),
     (with_nan, {}, r"not finite.*trace_overflow\(model\)"),
     (
         lambda: amp.initialize(nn.Linear(4, 4), opt_level="O5", verbosity=0),
@@ -149,22 +136,17 @@ def test_bad_input_is_refused_with_a_reason(make, given, message):
 
 
 def test_a_module_that_does_not_run_in_16_bits_is_suggested():
-    class Rotary(nn.Module):
+    def attended(self, x):
         """Positions from a buffer in fp32, as in models of transformers."""
-
-        def __init__(self):
-            super().__init__()
-            self.projection = nn.Linear(8, 24)
-            self.register_buffer("inv_freq", torch.arange(1.0, 9.0), persistent=False)
-
-        def forward(self, x):
-            positions = torch.arange(4)[:, None].to(torch.float32)
-            cos = (positions * self.inv_freq.float()).cos()
-            query, key, value = self.projection(x).chunk(3, -1)
-            return F.scaled_dot_product_attention(query * cos, key * cos, value)
+        positions = torch.arange(4)[:, None].to(torch.float32)
+        cos = (positions * self.inv_freq.float()).cos()
+        query, key, value = self.projection(x).chunk(3, -1)
+        return F.scaled_dot_product_attention(query * cos, key * cos, value)
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), Rotary(), nn.Linear(8, 2))
+    attention = Body(attended, projection=nn.Linear(8, 24))
+    attention.register_buffer("inv_freq", torch.arange(1.0, 9.0), persistent=False)
+    model = nn.Sequential(nn.Linear(8, 8), attention, nn.Linear(8, 2))
     found = amp.debug.suggest_fp32(model, torch.randn(2, 4, 8))
     assert found.modules == ["1"]
     assert "fp32_modules=['1']" in str(found)

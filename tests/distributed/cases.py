@@ -1,10 +1,14 @@
 """Ranks under a wrapper and one process on all their data: nets, batches, what is compared."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import apex.parallel
 from apex import amp
+from tests.support import loops
 from tests.support.loops import LEVELS, loss_of, masters, net, scaled_backward
 
 START_SCALE = 2.0**8
@@ -47,6 +51,34 @@ def backward(model, optimizer, x, y, share=1.0, **options):
     scaled_backward(loss, optimizer, **options)
 
 
+def train_on_data_of(rank, model, optimizer, steps=3):
+    """Trains on the rank's data; returns what has to be alike on all ranks."""
+    loops.train(model, optimizer, data=(rank_batch(rank, step) for step in range(steps)))
+    return state(model, optimizer)
+
+
+def run_on_rank(rank, program, level, wrapper, *args):
+    pair = program(level, WRAPPERS.get(wrapper), rank, partial(rank_batch, rank), *args)
+    return state(*pair)
+
+
+def assert_runs_as_one(on_two_ranks, program, level, wrapper, *args, eps=4):
+    """Runs a program on two ranks under a wrapper, and in one process on the batches of both.
+
+    It takes the level, the wrapper, a seed, batches by number and ``args``, and returns model and
+    optimizer.
+    """
+    found = alike(on_two_ranks(run_on_rank, program, level, wrapper, *args))
+    _, optimizer = program(level, lambda model: model, 0, joined, *args)
+    assert_trained_alike(found, optimizer, level, eps)
+
+
+def local(model, when=True):
+    """Where ranks do not share the gradients of a pass, if there are ranks."""
+    is_local = when and isinstance(model, DistributedDataParallel)
+    return model.no_sync() if is_local else nullcontext()
+
+
 def state(model, optimizer):
     """What has to be alike on all ranks."""
     model = getattr(model, "module", model)
@@ -64,10 +96,17 @@ def alike(results):
     return first
 
 
-def joined(step, ranks=2):
-    """The batches of all ranks as one."""
-    parts = [rank_batch(rank, step) for rank in range(ranks)]
+def joined(step):
+    """The batches of two ranks as one."""
+    parts = [rank_batch(rank, step) for rank in range(2)]
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+def assert_trained_as_one(ranks_state, level, model, optimizer=None, *, steps=3, eps=4):
+    """As below, for a model that one process trains on the data of two ranks."""
+    model, optimizer = initialized(level, model, optimizer)
+    loops.train(model, optimizer, data=map(joined, range(steps)))
+    assert_trained_alike(ranks_state, optimizer, level, eps)
 
 
 def assert_trained_alike(ranks_state, optimizer, level, eps=4):

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from apex import amp
 from apex.parallel import DistributedDataParallel, Reducer, SyncBatchNorm, reduce_in_fp32
 from apex.parallel import distributed as d
-from tests.support.loops import each_of, scaled_backward
+from tests.support import loops
+from tests.support.loops import Body, each_of, scaled_backward
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = {"rtol": 2**-20, "atol": 2**-22}
@@ -39,7 +40,7 @@ def loss_of(model, x):
 
 
 def grads(model):
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return loops.grads(model.parameters())
 
 
 def joined_grads(factor=1.0):
@@ -112,21 +113,20 @@ def test_always_fp32_sums_beyond_the_range_of_fp16(on_two_ranks, delay):
     assert on_two_ranks(large_fp16_gradient, options) == [float("inf")] * 2
 
 
-class Branches(nn.Module):
+def branches():
     """One layer of three is used always, one in one rank only, one never."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.always, self.once, self.never = (nn.Linear(2, 2, bias=False) for _ in range(3))
 
     def forward(self, x, with_second):
         y = self.always(x)
         return {"out": [self.once(y) if with_second else y]}
 
+    torch.manual_seed(3)
+    layers = {name: nn.Linear(2, 2, bias=False) for name in ("always", "once", "never")}
+    return Body(forward, **layers)
+
 
 def run_branches(rank, in_no_sync):
-    wrapped = DistributedDataParallel(Branches(), delay_allreduce=True)
+    wrapped = DistributedDataParallel(branches(), delay_allreduce=True)
     x = torch.ones(1, 2)
     if in_no_sync:
         with wrapped.no_sync():
@@ -140,7 +140,7 @@ def run_branches(rank, in_no_sync):
 
 @pytest.mark.parametrize("in_no_sync", [False, True])
 def test_delayed_a_parameter_may_be_used_in_one_rank_or_nowhere(on_two_ranks, in_no_sync):
-    model, x = Branches(), torch.ones(1, 2)
+    model, x = branches(), torch.ones(1, 2)
     total = sum(model(x, second)["out"][0].sum() for second in (False, True)) / 2
     (total + model(x, False)["out"][0].sum() * in_no_sync).backward()
     for always, once, never in on_two_ranks(run_branches, in_no_sync):
@@ -148,23 +148,21 @@ def test_delayed_a_parameter_may_be_used_in_one_rank_or_nowhere(on_two_ranks, in
         assert never is None
 
 
-class Checkpointed(nn.Module):
+def checkpointed():
     """A layer that two checkpointed segments share."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.layer = nn.Linear(4, 4)
 
     def forward(self, x):
         for _ in range(2):
             x = checkpoint(self.layer, x, use_reentrant=True)
         return x
 
+    torch.manual_seed(3)
+    return Body(forward, layer=nn.Linear(4, 4))
+
 
 def run_odd_passes(rank):
     """Checkpointed segments; two forward passes; a pass after one that failed."""
-    wrapped = DistributedDataParallel(Checkpointed(), delay_allreduce=True, gradient_average=False)
+    wrapped = DistributedDataParallel(checkpointed(), delay_allreduce=True, gradient_average=False)
     loss_of(wrapped, rows_of(rank).requires_grad_()).backward()
     again = DistributedDataParallel(net(), delay_allreduce=True)
     sum(loss_of(again, rows_of(rank)) for _ in range(2)).backward()
@@ -179,35 +177,12 @@ def run_odd_passes(rank):
 
 
 def test_delayed_any_pass_is_reduced_once(on_two_ranks):
-    model = Checkpointed()
+    model = checkpointed()
     (2 * loss_of(model, rows_of().requires_grad_())).backward()
     for segments, twice, after_failure in on_two_ranks(run_odd_passes):
         assert_close(segments, grads(model))
         assert_close(twice, joined_grads(2.0))
         assert_close(after_failure, joined_grads())
-
-
-def accumulate(rank, delay, by):
-    wrapped = DistributedDataParallel(net(), delay_allreduce=delay)
-    if by == "no_sync":
-        with wrapped.no_sync():
-            loss_of(wrapped, rows_of(rank)).backward()
-    else:
-        wrapped.disable_allreduce()
-        loss_of(wrapped, rows_of(rank)).backward()
-        wrapped.enable_allreduce()
-    local = grads(wrapped)
-    loss_of(wrapped, rows_of(rank)).backward()
-    return local, grads(wrapped)
-
-
-@pytest.mark.parametrize("by", ["no_sync", "disable_allreduce"])
-def test_accumulated_gradients_are_local_until_the_last_pass(on_two_ranks, delay, by):
-    for rank, (local, total) in enumerate(on_two_ranks(accumulate, delay, by)):
-        model = net()
-        loss_of(model, rows_of(rank)).backward()
-        assert_close(local, grads(model))
-        assert_close(total, joined_grads(2.0))
 
 
 def reduce_by_hand(rank):
@@ -248,20 +223,6 @@ def subclassed(rank):
 
 def test_a_subclass_with_buckets_of_its_own_is_refused(on_two_ranks):
     on_two_ranks(subclassed)
-
-
-def forward_in_no_sync(rank, delay):
-    wrapped = DistributedDataParallel(net(), delay_allreduce=delay)
-    loss = loss_of(wrapped, rows_of(rank))
-    with wrapped.no_sync():
-        wrapped(rows_of(rank))
-    loss.backward()
-    return grads(wrapped)
-
-
-def test_a_forward_in_no_sync_takes_no_reduction_from_an_earlier_one(on_two_ranks, delay):
-    for result in on_two_ranks(forward_in_no_sync, delay):
-        assert_close(result, joined_grads())
 
 
 def passes_of_others(rank, delay):

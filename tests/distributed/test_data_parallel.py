@@ -61,29 +61,7 @@ def train_rank(rank, level, wrapper, steps=20, poisoned=None):
 @pytest.mark.parametrize(("level", "wrapper"), ALL)
 def test_two_ranks_train_as_one_process_on_the_joined_batch(on_two_ranks, level, wrapper):
     first = cases.alike(on_two_ranks(train_rank, level, wrapper))
-    model, optimizer = cases.prepare(level, seed=0)
-    loops.train(model, optimizer, data=map(cases.joined, range(20)))
-    cases.assert_trained_alike(first, optimizer, level, eps=16)
-
-
-def clip_the_model(rank, wrapper, max_norm=2.0**-4):
-    """Clips the gradients of the model, twice as they are rebuilt into buckets."""
-    parallel, optimizer = cases.wrapped("O5", rank, wrapper)
-    norms = []
-    for step in range(3):
-        optimizer.zero_grad()
-        cases.backward(parallel, optimizer, *cases.rank_batch(rank, step))
-        torch.nn.utils.clip_grad_norm_(parallel.parameters(), max_norm)
-        grads = [param.grad for param in amp.master_params(optimizer)]
-        norms.append(float(torch.nn.utils.get_total_norm(grads)))
-        optimizer.step()
-    return norms, cases.state(parallel, optimizer)
-
-
-@pytest.mark.parametrize("wrapper", cases.WRAPPERS)
-def test_clipping_the_model_clips_the_masters_alike_on_all_ranks(on_two_ranks, wrapper):
-    first = cases.alike(on_two_ranks(clip_the_model, wrapper))
-    torch.testing.assert_close(first[0], [2.0**-4] * 3, rtol=0.02, atol=0.0)
+    cases.assert_trained_as_one(first, level, cases.net(), steps=20, eps=16)
 
 
 @pytest.mark.parametrize(("level", "wrapper"), [("O1", "apex"), *ALL[-4:]])
@@ -97,32 +75,19 @@ def test_an_inf_in_one_rank_skips_and_halves_on_all(on_two_ranks, level, wrapper
 # -- accumulation under no_sync --------------------------------------------------------------
 
 
-def accumulate(rank, level, wrapper, delay, poisoned=None):
+def accumulate(level, wrap, seed, batch_at, delay):
     """Three updates of three passes each; only the last pass of an update communicates."""
-    parallel, optimizer = cases.wrapped(level, rank, wrapper)
-    for update in range(3):
-        for part in range(3):
-            last = part == 2
-            x, y = cases.rank_batch(rank, 3 * update + part)
-            if poisoned == (rank, update, part):
-                x[0, 0] = float("inf")
-            with contextlib.nullcontext() if last else parallel.no_sync():
-                cases.backward(parallel, optimizer, x, y, 1 / 3, delay_unscale=delay and not last)
-        optimizer.step()
-        optimizer.zero_grad()
-    return cases.state(parallel, optimizer)
-
-
-def accumulate_alone(level, updates=3, passes=3):
-    """The same in one process, with the batches of both ranks in each pass."""
-    model, optimizer = cases.prepare(level, seed=0)
-    for step in range(updates * passes):
-        for rank in range(2):
-            cases.backward(model, optimizer, *cases.rank_batch(rank, step), 0.5 / passes)
-        if step % passes == passes - 1:
+    model, optimizer = cases.prepare(level, seed)
+    parallel = wrap(model)
+    for step in range(9):
+        last = step % 3 == 2
+        with cases.local(parallel, not last):
+            delays = delay and not last
+            cases.backward(parallel, optimizer, *batch_at(step), 1 / 3, delay_unscale=delays)
+        if last:
             optimizer.step()
             optimizer.zero_grad()
-    return optimizer
+    return model, optimizer
 
 
 @pytest.mark.parametrize("delay", [False, True])
@@ -130,38 +95,7 @@ def accumulate_alone(level, updates=3, passes=3):
 def test_gradients_accumulated_without_sync_are_sent_with_the_last(
     on_two_ranks, level, wrapper, delay
 ):
-    first = cases.alike(on_two_ranks(accumulate, level, wrapper, delay))
-    cases.assert_trained_alike(first, accumulate_alone(level), level, eps=8)
-
-
-def test_an_inf_without_sync_skips_the_update_on_all(on_two_ranks, level):
-    first = cases.alike(on_two_ranks(accumulate, level, "torch", False, (0, 1, 0)))
-    assert first["scales"]["loss_scaler0"] == {"loss_scale": cases.START_SCALE / 2, "unskipped": 1}
-
-
-def train_without_blocks(rank, wrapper, reads):
-    """Plain passes, two an update; gradients are cleared after the forward pass."""
-    parallel, optimizer = cases.wrapped("O5", rank, wrapper)
-    for update in range(3):
-        for part in range(2):
-            with parallel.no_sync() if part == 0 else contextlib.nullcontext():
-                loss = loops.loss_of(parallel, *cases.rank_batch(rank, 2 * update + part)) / 2
-                if part == 0:
-                    optimizer.zero_grad()
-                loss.backward()
-                if reads == "every pass":
-                    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 100.0)
-        if reads:
-            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 100.0)
-        optimizer.step()
-    return cases.state(parallel, optimizer)
-
-
-@pytest.mark.parametrize("reads", [None, "the last pass", "every pass"])
-def test_passes_without_blocks_train_as_one_process(on_two_ranks, reads):
-    """A step, or a clip, leaves fp32 gradients, to which DDP adds nothing."""
-    first = cases.alike(on_two_ranks(train_without_blocks, "torch", reads))
-    cases.assert_trained_alike(first, accumulate_alone("O5", passes=2), "O5")
+    cases.assert_runs_as_one(on_two_ranks, accumulate, level, wrapper, delay, eps=8)
 
 
 def sum_of_many(rank, level, wrapper, kind):
@@ -189,67 +123,18 @@ def test_many_passes_of_one_rank_add_up_in_fp32(on_two_ranks, level, wrapper, ki
     assert on_two_ranks(sum_of_many, level, wrapper, kind) == [[44.0, 44.0]] * 2
 
 
-def accumulate_around_a_dropped_loss(rank, level, wrapper, has_blocks):
-    """Passes of one update; no backward pass follows the second forward pass, which would send."""
-    model, optimizer = cases.initialized(level, loops.Weights(), loss_scale=1.0)
-    parallel = cases.WRAPPERS[wrapper](model)
-    for index, factor in enumerate([1.0, None, 2.0, 4.0]):
-        with parallel.no_sync() if index in (0, 2) else contextlib.nullcontext():
-            loss = parallel(a=factor or 1.0, b=rank * (factor or 1.0))
-            if has_blocks and factor:
-                loops.scaled_backward(loss, optimizer)
-            elif factor:
-                loss.backward()
-    return [master.grad.tolist() for master in amp.master_params(optimizer)]
+def checkpointed(self, x):
+    return torch.utils.checkpoint.checkpoint(self.body, x.requires_grad_(), use_reentrant=True)
 
 
-@loops.every(has_blocks=[False, True], wrapper=["torch", "torch views", "apex delayed"])
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
-def test_a_loss_that_all_ranks_drop_changes_nothing(on_two_ranks, level, wrapper, has_blocks):
-    """DistributedDataParallel averages in the next pass, also under ``no_sync``."""
-    found = on_two_ranks(accumulate_around_a_dropped_loss, level, wrapper, has_blocks)
-    assert found == [[[7.0] * 2, [3.5] * 2]] * 2
-
-
-def train_after_gradients_of(rank, level, what):
-    """Two blocks an update, each after a pass that adds to no gradient."""
-    parallel, optimizer = cases.wrapped(level, rank)
-    for step in range(4):
-        x, y = cases.rank_batch(rank, step)
-        x.requires_grad_()
-        loss = loops.loss_of(parallel, x, y) / 2
-        inputs = [x] if what == "inputs" else [*parallel.parameters()]
-        torch.autograd.grad(loss, inputs, retain_graph=True)
-        loops.scaled_backward(loss, optimizer)
-        if step % 2 == 1:
-            optimizer.step()
-            optimizer.zero_grad()
-    return cases.state(parallel, optimizer)
-
-
-@pytest.mark.parametrize("what", ["inputs", "parameters"])
-def test_a_pass_that_adds_to_no_gradient_sends_none(on_two_ranks, level, what):
-    """``torch.autograd.grad``, as for an adversarial attack or a balance of losses."""
-    first = cases.alike(on_two_ranks(train_after_gradients_of, level, what))
-    cases.assert_trained_alike(first, accumulate_alone(level, updates=2, passes=2), level)
-
-
-class Checkpointed(torch.nn.Module):
-    def __init__(self, seed):
-        super().__init__()
-        self.body = loops.net(seed)
-
-    def forward(self, x):
-        return torch.utils.checkpoint.checkpoint(self.body, x.requires_grad_(), use_reentrant=True)
-
-
-def accumulate_with_checkpoints(rank, level):
+def accumulate_with_checkpoints(level, wrap, seed, batch_at):
     """A plain pass, a block under ``no_sync``, and a block that sends, for each update."""
-    model, optimizer = cases.initialized(level, Checkpointed(rank), loss_scale=1.0)
-    parallel = cases.WRAPPERS["torch"](model)
+    model = loops.Body(checkpointed, body=loops.net(seed))
+    model, optimizer = cases.initialized(level, model, loss_scale=1.0)
+    parallel = wrap(model)
     for step in range(6):
-        with parallel.no_sync() if step % 3 == 1 else contextlib.nullcontext():
-            loss = loops.loss_of(parallel, *cases.rank_batch(rank, step)) / 3
+        with cases.local(parallel, step % 3 == 1):
+            loss = loops.loss_of(parallel, *batch_at(step)) / 3
             if step % 3 == 0:
                 loss.backward()
             else:
@@ -257,28 +142,11 @@ def accumulate_with_checkpoints(rank, level):
         if step % 3 == 2:
             optimizer.step()
             optimizer.zero_grad()
-    return cases.state(parallel, optimizer)
+    return model, optimizer
 
 
 def test_passes_with_checkpoints_inside_are_sent_as_others(on_two_ranks):
-    first = cases.alike(on_two_ranks(accumulate_with_checkpoints, "O5"))
-    cases.assert_trained_alike(first, accumulate_alone("O5", updates=2), "O5", eps=8)
-
-
-def drop_a_poisoned_part(rank, level):
-    parallel, optimizer = cases.wrapped(level, rank)
-    x, y = cases.rank_batch(rank, 0)
-    if rank == 0:
-        x[0, 0] = float("inf")
-    with parallel.no_sync():
-        cases.backward(parallel, optimizer, x, y)
-    loops.train_step(parallel, optimizer, *cases.rank_batch(rank, 1))
-    return cases.state(parallel, optimizer)
-
-
-def test_an_overflow_that_was_dropped_before_it_was_sent_moves_no_scale(on_two_ranks, level):
-    first = cases.alike(on_two_ranks(drop_a_poisoned_part, level))
-    assert first["scales"]["loss_scaler0"] == {"loss_scale": cases.START_SCALE, "unskipped": 1}
+    cases.assert_runs_as_one(on_two_ranks, accumulate_with_checkpoints, "O5", "torch", eps=8)
 
 
 # -- exact masters ---------------------------------------------------------------------------
@@ -289,16 +157,14 @@ def train_in_groups(rank, level):
     groups = [dist.new_group([0]), dist.new_group([1])]
     model, optimizer = cases.prepare(level, seed=rank)
     parallel = DistributedDataParallel(model, process_group=groups[rank])
-    loops.train(parallel, optimizer, data=(cases.rank_batch(0, step) for step in range(2)))
-    return cases.state(parallel, optimizer)["masters"]
+    return cases.train_on_data_of(0, parallel, optimizer, steps=2)["masters"]
 
 
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_masters_are_shared_in_the_wrapper_s_own_group(on_two_ranks, level):
     for rank, found in enumerate(on_two_ranks(train_in_groups, level)):
         model, optimizer = cases.prepare(level, seed=rank)
-        loops.train(model, optimizer, data=(cases.rank_batch(0, step) for step in range(2)))
-        assert found == cases.state(model, optimizer)["masters"]
+        assert found == cases.train_on_data_of(0, model, optimizer, steps=2)["masters"]
 
 
 def train_after_a_rank_alone(rank, level, alone):
@@ -310,8 +176,7 @@ def train_after_a_rank_alone(rank, level, alone):
         with parallel.no_sync():
             cases.backward(called, optimizer, *cases.rank_batch(0, 99))
         optimizer.zero_grad()
-    loops.train(parallel, optimizer, data=(cases.rank_batch(rank, step) for step in range(2)))
-    return cases.state(parallel, optimizer)
+    return cases.train_on_data_of(rank, parallel, optimizer, steps=2)
 
 
 @loops.every(alone=["module", "wrapper"], level=loops.WITH_MASTERS)
@@ -331,29 +196,22 @@ def test_ranks_that_average_in_the_block_skip_together(on_two_ranks, level, besi
     cases.assert_trained_alike(first, optimizer, level)
 
 
-def accumulate_inside(rank, level):
+def accumulate_inside(level, wrap, seed, batch_at):
     """Without a wrapper: the last block of an update averages what all have left."""
     model, optimizer = cases.prepare(level, seed=0)
     for step in range(6):
         last = step % 2 == 1
-        loss = loops.loss_of(model, *cases.rank_batch(rank, step))
+        loss = loops.loss_of(model, *batch_at(step))
         with amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled_loss:
             scaled_loss.backward()
-            for param in model.parameters() if last else ():
+            for param in model.parameters() if last and dist.is_initialized() else ():
                 dist.all_reduce(param.grad)
                 param.grad /= dist.get_world_size()
         if last:
             optimizer.step()
             optimizer.zero_grad()
-    return cases.state(model, optimizer)
+    return model, optimizer
 
 
 def test_ranks_that_average_in_the_last_block_average_the_sum(on_two_ranks, level):
-    found = cases.alike(on_two_ranks(accumulate_inside, level))
-    model, optimizer = cases.prepare(level, seed=0)
-    for step in range(6):
-        cases.backward(model, optimizer, *cases.joined(step))
-        if step % 2 == 1:
-            optimizer.step()
-            optimizer.zero_grad()
-    cases.assert_trained_alike(found, optimizer, level)
+    cases.assert_runs_as_one(on_two_ranks, accumulate_inside, level, None)

@@ -5,10 +5,9 @@ import copy
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -16,6 +15,7 @@ from apex import amp
 from tests.distributed.cases import rank_batch
 from tests.support import loops
 from tests.support.features import averages_on_cpu, shards_on_cpu
+from tests.support.sharding import mesh, whole
 
 pytestmark = [pytest.mark.distributed, shards_on_cpu]
 
@@ -26,23 +26,19 @@ POLICIES = {
     "fp16": {"param_dtype": torch.float16},
 }
 STEPS = 4
+DYNAMIC = {"loss_scale": "dynamic", "max_loss_scale": 2.0**8}
 
 
 def sharded(policy, seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 2))
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(**POLICIES[policy])}
+    options = {"mesh": mesh(2), "mp_policy": MixedPrecisionPolicy(**POLICIES[policy])}
     for layer in (model[0], model[3]):
         fully_shard(layer, **options)
     # A batch norm computes in fp32, as under O2 and O5.
-    fully_shard(model[2], mesh=mesh, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32))
+    fully_shard(model[2], mesh=mesh(2), mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32))
     fully_shard(model, **options)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def whole(model):
-    return [param.detach().full_tensor().clone() for param in model.parameters()]
 
 
 def plain(rank, policy, dtype=None):
@@ -72,9 +68,9 @@ def train_sharded(model, optimizer, rank, steps, overflow_at=None):
     return whole(model)
 
 
-def outcome(rank, level, policy, options=None, overflow_at=None):
-    model, optimizer = prepare_sharded(level, policy, **(options or {}))
-    weights = train_sharded(model, optimizer, rank, range(STEPS), overflow_at)
+def outcome(rank, level, policy, options, overflow_at=None, steps=STEPS):
+    model, optimizer = prepare_sharded(level, policy, **options)
+    weights = train_sharded(model, optimizer, rank, range(steps), overflow_at)
     return weights, dict(amp.state_dict()["loss_scaler0"])
 
 
@@ -105,12 +101,11 @@ def train_root(rank, root, level):
     torch.manual_seed(0)
     options, computes = ROOTS[root]
     model = Stem()
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     is_sharded = root != "is not sharded"
     if is_sharded:
-        fully_shard(model.block, mesh=mesh, mp_policy=MixedPrecisionPolicy(**BF16))
+        fully_shard(model.block, mesh=mesh(2), mp_policy=MixedPrecisionPolicy(**BF16))
     outermost = model if is_sharded else model.block
-    fully_shard(outermost, mesh=mesh, mp_policy=MixedPrecisionPolicy(**options))
+    fully_shard(outermost, mesh=mesh(2), mp_policy=MixedPrecisionPolicy(**options))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if level:
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -124,8 +119,7 @@ def train_root(rank, root, level):
         (output - y.to(output.dtype)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    whole = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
-    return outputs, whole
+    return outputs, whole(model)
 
 
 @pytest.mark.parametrize("root", ROOTS)
@@ -143,13 +137,12 @@ def test_sharding_after_initialize_is_refused_before_the_first_step(on_two_ranks
 
 def shard_late(rank, level):
     errors = []
-    mesh = init_device_mesh("cpu", (2,))
     for parts in (["block"], ["block", ""]):
         for policy in ("fp32", "bf16"):
             model, optimizer = loops.prepared(level, model=Stem())
             for part in parts:
                 options = MixedPrecisionPolicy(**POLICIES[policy])
-                fully_shard(model.get_submodule(part), mesh=mesh, mp_policy=options)
+                fully_shard(model.get_submodule(part), mesh=mesh(2), mp_policy=options)
             with pytest.raises(RuntimeError) as raised:
                 loops.train_step(model, optimizer, *rank_batch(rank, 0))
             errors.append(str(raised.value))
@@ -208,21 +201,20 @@ def test_initialize_takes_no_flattened_model(on_two_ranks, level):
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16, summed in fp32"])
 def test_o0_computes_as_plain_fsdp2_with_the_same_policy(on_two_ranks, policy):
     expected = on_two_ranks(plain, policy)
-    for (weights, _), alone in zip(on_two_ranks(outcome, "O0", policy), expected, strict=True):
+    for (weights, _), alone in zip(on_two_ranks(outcome, "O0", policy, {}), expected, strict=True):
         assert all(map(torch.equal, weights, alone))
 
 
 def test_o4_computes_as_fsdp2_under_autocast(on_two_ranks):
     expected = on_two_ranks(plain, "fp32", torch.bfloat16)
-    for (weights, _), alone in zip(on_two_ranks(outcome, "O4", "fp32"), expected, strict=True):
+    for (weights, _), alone in zip(on_two_ranks(outcome, "O4", "fp32", {}), expected, strict=True):
         torch.testing.assert_close(weights, alone, rtol=0, atol=8e-3)
 
 
 @pytest.mark.parametrize(("level", "policy"), [("O0", "fp16"), ("O1", "fp32")])
 def test_a_dynamic_scale_trains_within_fp16_of_fp32(on_two_ranks, level, policy):
-    options = {"loss_scale": "dynamic", "max_loss_scale": 2.0**8}
     expected = on_two_ranks(plain, "fp32")
-    results = on_two_ranks(outcome, level, policy, options)
+    results = on_two_ranks(outcome, level, policy, DYNAMIC)
     for (weights, scale), alone in zip(results, expected, strict=True):
         assert scale == {"loss_scale": 2.0**8, "unskipped": STEPS}
         torch.testing.assert_close(weights, alone, rtol=0, atol=8e-3)
@@ -230,24 +222,18 @@ def test_a_dynamic_scale_trains_within_fp16_of_fp32(on_two_ranks, level, policy)
 
 @pytest.mark.parametrize(("level", "policy"), [("O0", "fp16"), ("O1", "fp32")])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(on_two_ranks, level, policy):
-    options = {"loss_scale": "dynamic", "max_loss_scale": 2.0**8}
-    skipped = on_two_ranks(outcome, level, policy, options, STEPS - 1)
-    stopped = on_two_ranks(without_the_last_step, level, policy, options)
-    for (weights, scale), before in zip(skipped, stopped, strict=True):
+    skipped = on_two_ranks(outcome, level, policy, DYNAMIC, STEPS - 1)
+    stopped = on_two_ranks(outcome, level, policy, DYNAMIC, None, STEPS - 1)
+    for (weights, scale), (before, _) in zip(skipped, stopped, strict=True):
         assert scale == {"loss_scale": 2.0**7, "unskipped": 0}
         assert all(map(torch.equal, weights, before))
-
-
-def without_the_last_step(rank, level, policy, options):
-    return train_sharded(*prepare_sharded(level, policy, **options), rank, range(STEPS - 1))
 
 
 def accumulate(rank, level):
     torch.manual_seed(0)
     model = Stem()
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    fully_shard(model.block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fully_shard(model.block, mesh=mesh(2))
+    fully_shard(model, mesh=mesh(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     if level:
         options = {"opt_level": level, "loss_scale": 8.0, "verbosity": 0}
@@ -270,8 +256,8 @@ def test_scaled_passes_without_a_reduction_add_up_in_a_root_that_owns_layers(on_
 def unsent(rank, level, policy, shape, loss_ids):
     """Whole gradients after passes that each add 1; all but the last leave it to that to send."""
     model = nn.Linear(2, 2, bias=False)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**POLICIES[policy]))
+    plane = mesh(*shape, names=("replicate", "shard")[-len(shape) :])
+    fully_shard(model, mesh=plane, mp_policy=MixedPrecisionPolicy(**POLICIES[policy]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     options = {"num_losses": 2, "loss_scale": "dynamic", "verbosity": 0}
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, **options)
@@ -303,7 +289,7 @@ def grads_beside(rank, level):
     """Gradients of a plain model that no optimizer steps, after a pass through it and a sharded."""
     torch.manual_seed(0)
     model, head = Stem(), nn.Linear(2, 2)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=mesh(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     if level:
         amp.initialize([model, head], optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
@@ -320,12 +306,11 @@ def pretrain(rank, level):
     """As torchtitan: weights made on the meta device, checkpointed blocks, a norm of shards."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(16, 8), *(Block() for _ in range(2)), nn.Linear(8, 16))
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for index in (1, 2):
         model[index] = checkpoint_wrapper(model[index])
-        fully_shard(model[index], mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(model[index], mesh=mesh(2), mp_policy=policy)
+    fully_shard(model, mesh=mesh(2), mp_policy=policy)
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     for param in model.parameters():
@@ -377,7 +362,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(on_two_ranks, level, policy):
 
 
 def interrupted(rank, level, policy):
-    options = {"loss_scale": "dynamic", "max_loss_scale": 2.0**8, "growth_interval": 3}
+    options = {**DYNAMIC, "growth_interval": 3}
     model, optimizer = prepare_sharded(level, policy, **options)
     train_sharded(model, optimizer, rank, range(2))
     files = (*get_state_dict(model, optimizer), amp.state_dict())
@@ -399,8 +384,7 @@ def refusals(rank):
             amp.initialize(model, optimizer, opt_level=level, verbosity=0)
         assert all(map(torch.equal, before, whole(model)))
         found[level] = str(raised.value)
-    mesh = init_device_mesh("cpu", (2,))
-    split = parallelize_module(nn.Sequential(nn.Linear(4, 2)), mesh, {"0": ColwiseParallel()})
+    split = parallelize_module(nn.Sequential(nn.Linear(4, 2)), mesh(2), {"0": ColwiseParallel()})
     with pytest.raises(RuntimeError) as raised:
         amp.initialize(split, opt_level="O5", verbosity=0)
     found["tensor parallel"] = str(raised.value)

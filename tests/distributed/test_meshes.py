@@ -16,7 +16,7 @@ from tests.support.features import (
     unbinds_dtensors,
 )
 from tests.support.loops import same, scaled_backward
-from tests.support.sharding import mesh, net, shard
+from tests.support.sharding import mesh, net, shard, whole
 
 pytestmark = [pytest.mark.distributed, shards_on_cpu]
 
@@ -68,7 +68,7 @@ def trained_on(rank, parallel, level, amps):
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [param.full_tensor().detach() for param in model.parameters()]
+    return whole(model)
 
 
 @loops.every(
@@ -98,8 +98,7 @@ def clipped_and_trained(rank, kind, shape):
         loops.backward(model, optimizer, x, y)
         norms.append(float(amp.clip_grad_norm_(optimizer, 0.1)))
         optimizer.step()
-    whole = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
-    return torch.tensor(norms), whole
+    return torch.tensor(norms), whole(model)
 
 
 @averages_on_cpu

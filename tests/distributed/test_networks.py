@@ -34,15 +34,12 @@ class Branches(nn.Module):
 def train_branches(rank, level):
     model, optimizer = cases.initialized(level, Branches())
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    loops.train(parallel, optimizer, data=(cases.rank_batch(rank, step) for step in range(4)))
-    return cases.state(parallel, optimizer)
+    return cases.train_on_data_of(rank, parallel, optimizer, steps=4)
 
 
 def test_unused_parameters_are_found(on_two_ranks, level):
     first = cases.alike(on_two_ranks(train_branches, level))
-    model, optimizer = cases.initialized(level, Branches())
-    loops.train(model, optimizer, data=map(cases.joined, range(4)))
-    cases.assert_trained_alike(first, optimizer, level)
+    cases.assert_trained_as_one(first, level, Branches(), steps=4)
 
 
 # -- parameters that a wrapper ignores -------------------------------------------------------
@@ -83,38 +80,24 @@ class Fp32Grads(torch.autograd.Function):
         return None, grad.float().t() @ x.float()
 
 
-class Fp32GradsNet(nn.Linear):
-    def forward(self, x):
-        return Fp32Grads.apply(x, self.weight)
-
-
-def train_fp32_grads(model, optimizer, batch_at):
+def train_fp32_grads(level, wrap, seed, batch_at):
+    torch.manual_seed(3)
+    linear = nn.Linear(4, 2, bias=False)
+    model = loops.Body(lambda self, x: Fp32Grads.apply(x, self.linear.weight), linear=linear)
+    model, optimizer = cases.initialized(level, model)
+    parallel = wrap(model)
     for step in range(2):
         for index in (2 * step, 2 * step + 1):  # the second pass begins beside an fp32 gradient
-            loops.backward(model, optimizer, *batch_at(index))
+            loops.backward(parallel, optimizer, *batch_at(index))
         optimizer.step()
         optimizer.zero_grad()
-
-
-def fp32_grads_net(level):
-    torch.manual_seed(3)
-    return cases.initialized(level, Fp32GradsNet(4, 2, bias=False))
-
-
-def train_fp32_grads_on_ranks(rank, level):
-    model, optimizer = fp32_grads_net(level)
-    parallel = DistributedDataParallel(model)
-    train_fp32_grads(parallel, optimizer, lambda index: cases.rank_batch(rank, index))
-    model.weight.grad = torch.zeros(2, 4)  # in fp32, as after any pass
-    return cases.state(parallel, optimizer)
+    linear.weight.grad = torch.zeros(2, 4)  # in fp32, as after any pass
+    return model, optimizer
 
 
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_gradients_that_a_kernel_makes_in_fp32_are_sent_in_16_bits(on_two_ranks, level):
-    first = cases.alike(on_two_ranks(train_fp32_grads_on_ranks, level))
-    model, optimizer = fp32_grads_net(level)
-    train_fp32_grads(model, optimizer, cases.joined)
-    cases.assert_trained_alike(first, optimizer, level)
+    cases.assert_runs_as_one(on_two_ranks, train_fp32_grads, level, "torch")
 
 
 # -- synchronized batch norm -----------------------------------------------------------------
@@ -134,8 +117,8 @@ def train_normed(rank, level, converted):
         model = convert_syncbn_model(model)
     kind = type(model[1])
     parallel = DistributedDataParallel(model)
-    loops.train(parallel, optimizer, data=(cases.rank_batch(rank, step) for step in range(3)))
-    return issubclass(kind, SyncBatchNorm), cases.state(parallel, optimizer), model[1].running_mean
+    state = cases.train_on_data_of(rank, parallel, optimizer)
+    return issubclass(kind, SyncBatchNorm), state, model[1].running_mean
 
 
 @pytest.mark.parametrize("converted", ["before", "after"])
@@ -144,11 +127,10 @@ def test_batch_norm_over_ranks_is_batch_norm_over_the_joined_batch(on_two_ranks,
     assert synced
     assert first == second
     assert torch.equal(mean, other_mean)
-    model, optimizer = cases.initialized(level, normed())
-    loops.train(model, optimizer, data=map(cases.joined, range(3)))
+    model = normed()
+    cases.assert_trained_as_one(first, level, model, eps=32)
     tolerance = 32 * cases.EPS[level]
     torch.testing.assert_close(mean, model[1].running_mean, rtol=tolerance, atol=tolerance)
-    cases.assert_trained_alike(first, optimizer, level, eps=32)
 
 
 # -- optimizers that shard their state -------------------------------------------------------
@@ -170,8 +152,7 @@ def train_with_sharded_state(rank, level):
     except RuntimeError as error:
         return str(error), {p.dtype for p in model.parameters()}
     parallel = DistributedDataParallel(model)
-    loops.train(parallel, optimizer, data=(cases.rank_batch(rank, step) for step in range(3)))
-    return cases.state(parallel, optimizer)
+    return cases.train_on_data_of(rank, parallel, optimizer)
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
@@ -179,9 +160,7 @@ def test_zero_redundancy_optimizer_trains_where_there_are_no_masters(on_two_rank
     first = cases.alike(on_two_ranks(train_with_sharded_state, level))
     model = loops.net(3)
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
-    model, optimizer = cases.initialized(level, model, adam)
-    loops.train(model, optimizer, data=map(cases.joined, range(3)))
-    cases.assert_trained_alike(first, optimizer, level, eps=32)
+    cases.assert_trained_as_one(first, level, model, adam, eps=32)
 
 
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)

@@ -4,6 +4,7 @@ Weights, gradients and scales are few-bit numbers, so every level is exact.
 """
 
 import contextlib
+import itertools
 import math
 import random
 import warnings
@@ -25,6 +26,7 @@ OPTIONS = {
     "O4": {},
     "O5": {},
 }
+WRAPPERS = ["torch", "torch views", "apex", "apex delayed"]
 CALLS = ["block"] * 4 + ["no_sync", "delayed", "step", "plain"] * 2
 CALLS += ["clear", "edit", "evaluate", "drop_loss"]
 
@@ -42,10 +44,17 @@ class Program:
         options = OPTIONS[level]
         cases.initialized(level[:2], self.model, self.optimizers, num_losses=2, **options)
         self.dynamic = options.get("loss_scale") == "dynamic"
-        if self.dynamic:
-            for scaler, scale in zip(amp._amp_state.loss_scalers, (2.0**6, 2.0**4), strict=True):
-                scaler._loss_scale = scale
+        self.scales = [2.0**6, 2.0**4] if self.dynamic else [options.get("loss_scale", 1.0)] * 2
+        for scaler, scale in zip(amp._amp_state.loss_scalers, self.scales, strict=True):
+            scaler._loss_scale = scale
         self.parallel = cases.WRAPPERS[wrapper](self.model)
+        with self.parallel.no_sync():
+            self.parallel(a=1.0)  # amp knows a wrapper from its first forward pass on
+        self.ways = ["no_sync"]
+        if wrapper != "apex delayed":  # which sends a pass around it, too
+            self.ways += ["around", "around in no_sync"]
+        if wrapper.startswith("apex"):
+            self.ways.append("disable_allreduce")
         self.weights = dict.fromkeys("abcd", 1.0)
         self.grads = {}  # of both ranks
         self.is_local = False
@@ -60,15 +69,24 @@ class Program:
         overflowed = self.choose.choice("abcd") if overflows else None
         if overflowed:
             factors[overflowed][self.choose.randrange(2)] = math.inf
-        is_around = local and self.choose.random() < 0.5
-        with self.parallel.no_sync() if local else contextlib.nullcontext():
-            model = self.model if is_around else self.parallel
-            loss = model(**{name: pair[self.rank] for name, pair in factors.items()})
+        way = self.choose.choice(self.ways) if local else "sends"
+        if way == "disable_allreduce":
+            self.parallel.disable_allreduce()
+        with self.parallel.no_sync() if "no_sync" in way else contextlib.nullcontext():
+            model = self.model if "around" in way else self.parallel
+            inputs = {
+                name: torch.tensor(pair[self.rank], requires_grad=True)
+                for name, pair in factors.items()
+            }
+            loss = model(**inputs)
+            self.interpose(loss, [*inputs.values()])
             if indices is None:
                 loss.backward()
             else:
                 given = [self.optimizers[index] for index in indices]
                 loops.scaled_backward(loss, given, **options)
+        if way == "disable_allreduce":
+            self.parallel.enable_allreduce()
         local = local and not self.awaits_pass
         for name, pair in factors.items():
             before = self.grads.get(name, [0.0, 0.0])
@@ -77,6 +95,17 @@ class Program:
         self.is_local = local
         self.awaits_pass = False
         return overflowed
+
+    def interpose(self, loss, inputs):
+        """What a script may do between a forward pass and its backward pass."""
+        if self.choose.random() < 0.2:  # as of an attack, or of a balance of losses
+            leaves = self.choose.choice([inputs, [*self.model.parameters()]])
+            torch.autograd.grad(loss, leaves, retain_graph=True)
+        if self.choose.random() < 0.2:
+            self.clear()
+        if self.choose.random() < 0.2:
+            with self.parallel.no_sync():
+                self.parallel(a=1.0)
 
     def block(self, *, local=False, delays=False, indices=None):
         count = len(self.optimizers)
@@ -95,9 +124,12 @@ class Program:
         for each in indices:
             if not self.skips[each] or overflowed in [*self.names[each]]:
                 shared += self.names[each]
+        known = list(self.skips)
         for index, own in enumerate(self.names):
             names = own + shared if index in indices else own
             self.skips[index] = any(math.isinf(self.grads[name][0]) for name in names)
+        if any(self.skips[index] and not known[index] for index in indices):
+            self.scales[options["loss_id"]] /= 2.0
         if any(self.skips):
             self.step()
 
@@ -175,12 +207,13 @@ class Program:
             assert math.isinf(pair[self.rank]) or grad.tolist() == [pair[self.rank]] * 2
         masters = [p[0].item() for each in self.optimizers for p in amp.master_params(each)]
         assert masters == [*self.weights.values()]
+        assert [loops.scale(index) for index in range(2)] == self.scales
 
 
-def run_programs(rank, level, wrapper):
+def run_programs(rank, level):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "optimizer.step.. got gradients that no amp.scale_loss")
-        for seed in range(40):
+        for wrapper, seed in itertools.product(WRAPPERS, range(40)):
             run_program(rank, level, wrapper, seed)
 
 
@@ -193,9 +226,9 @@ def run_program(rank, level, wrapper, seed):
             getattr(program, done[-1])()
             program.check()
     except Exception as error:
-        raise AssertionError(f"seed {seed}: {program.names} {done}") from error
+        raise AssertionError(f"{wrapper}, seed {seed}: {program.names} {done}") from error
 
 
-@loops.every(wrapper=["torch", "torch views"], level=OPTIONS)
-def test_random_programs_follow_the_rules(on_two_ranks, level, wrapper):
-    on_two_ranks(run_programs, level, wrapper)
+@pytest.mark.parametrize("level", OPTIONS)
+def test_random_programs_follow_the_rules(on_two_ranks, level):
+    on_two_ranks(run_programs, level)

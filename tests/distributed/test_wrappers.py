@@ -1,7 +1,6 @@
 """Wrappers in unusual places: compiled, copied, several of one optimizer, joined, too early."""
 
 import contextlib
-import gc
 
 import pytest
 import torch
@@ -18,8 +17,8 @@ from tests.support import loops
 pytestmark = pytest.mark.distributed
 
 
-def accumulate(rank, parallel, optimizer, model, updates=3):
-    for step in range(2 * updates):
+def accumulate(rank, parallel, optimizer, model):
+    for step in range(6):
         with contextlib.nullcontext() if step % 2 else parallel.no_sync():
             cases.backward(parallel, optimizer, *cases.rank_batch(rank, step))
         if step % 2:
@@ -53,40 +52,22 @@ def accumulate_eager(rank, level):
 
 @pytest.mark.parametrize("where", COMPILED)
 def test_no_sync_of_compiled_models_is_that_of_eager_ones(on_two_ranks, where):
-    first, second = on_two_ranks(accumulate_compiled, "O5", where)
-    assert first == second
+    first = cases.alike(on_two_ranks(accumulate_compiled, "O5", where))
     eager = on_two_ranks(accumulate_eager, "O5")[0]
     for found in zip(first["masters"], eager["masters"], strict=True):
         torch.testing.assert_close(*map(torch.tensor, found), rtol=2.0**-7, atol=2.0**-7)
-
-
-def local_compiled(rank, level, where):
-    """Gradients after a pass under ``no_sync`` outside of blocks, and a block that sends."""
-    try:
-        model, optimizer = cases.prepare(level, seed=0)
-        parallel = COMPILED[where](model)
-        for step in range(4):  # the last two run compiled code
-            with contextlib.nullcontext() if step % 2 else parallel.no_sync():
-                loss = loops.loss_of(parallel, *cases.rank_batch(rank, step))
-                if step % 2:
-                    loops.scaled_backward(loss, optimizer)
-                else:
-                    loss.backward()
-        return [param.grad.tolist() for param in model.parameters()]
-    finally:
-        torch._dynamo.reset()
-
-
-@loops.every(where=COMPILED, level=["O1", "O5"])
-def test_a_block_sends_what_compiled_passes_have_left_under_no_sync(on_two_ranks, level, where):
-    first, second = on_two_ranks(local_compiled, level, where)
-    assert first == second
 
 
 def compiled_inside(model):
     compiled = torch.compile(model, backend="eager")
     wrapper = DistributedDataParallel(compiled)
     return wrapper, wrapper, compiled
+
+
+def compiled_around(model):
+    wrapper = DistributedDataParallel(model)
+    compiled = torch.compile(wrapper, backend="aot_eager")
+    return compiled, wrapper, compiled
 
 
 def compiled_around_a_part(model):
@@ -109,13 +90,13 @@ def sums_of_compiled(rank, level, compiled, ways):
                 value = torch.full((1, 1), 2.0**power * (1 + 2 * rank))
                 with torch.no_grad():
                     next(amp.master_params(optimizers[index])).fill_(power + index)
-                with wrapper.no_sync() if way == "local" else contextlib.nullcontext():
+                with wrapper.no_sync() if "local" in way else contextlib.nullcontext():
                     loss = (around if way == "around" else parallel)(value).sum()
                 assert loss.item() == value.item() * (power + index)
                 if way == "empty":
                     with amp.scale_loss(loss, optimizers[index]):
                         continue
-                if way == "plain":
+                if "plain" in way:
                     loss.backward()
                 else:
                     loops.scaled_backward(loss, optimizers[index])
@@ -132,6 +113,9 @@ def sums_of_compiled(rank, level, compiled, ways):
         ("O2", compiled_inside, ["sends", "around", "sends"]),
         ("O1", compiled_inside, ["local", "empty", "sends"]),
         ("O1", compiled_inside, ["plain", "local", "sends"]),
+        ("O5", compiled_inside, ["plain local", "sends"] * 2),
+        ("O1", compiled_around, ["plain local", "sends"] * 2),
+        ("O5", compiled_around, ["plain local", "sends"] * 2),
         ("O1", compiled_around_a_part, ["local", "sends"]),
         ("O2", compiled_around_a_part, ["sends", "local", "sends"]),
         ("O5", compiled_around_a_part, ["sends", "plain", "sends"]),
@@ -171,76 +155,56 @@ def test_ranks_that_use_different_parameters_have_the_same_gradients(on_two_rank
 # -- around the wrapper ------------------------------------------------------------------------
 
 
-def train_partly_around(rank, level, wrap):
+def train_partly_around(level, wrap, seed, batch_at):
     """Each step follows a pass through the module itself, which is local, and one that sends."""
     model, optimizer = cases.prepare(level, seed=0)
-    parallel = cases.WRAPPERS[wrap](model)
+    parallel = wrap(model)
     for step in range(3):
         optimizer.zero_grad()
-        cases.backward(model, optimizer, *cases.rank_batch(rank, 2 * step))
-        cases.backward(parallel, optimizer, *cases.rank_batch(rank, 2 * step + 1))
+        cases.backward(model, optimizer, *batch_at(2 * step))
+        cases.backward(parallel, optimizer, *batch_at(2 * step + 1))
         optimizer.step()
-    return cases.state(model, optimizer)
+    return model, optimizer
 
 
 @loops.every(level=["O1", "O2", "O5"], wrap=["torch", "torch views", "apex delayed"])
 def test_a_pass_around_the_wrapper_is_sent_by_the_next_one_through_it(on_two_ranks, level, wrap):
-    found = cases.alike(on_two_ranks(train_partly_around, level, wrap))
-    model, optimizer = cases.prepare(level, seed=0)
-    for step in range(3):
-        optimizer.zero_grad()
-        cases.backward(model, optimizer, *cases.joined(2 * step))
-        cases.backward(model, optimizer, *cases.joined(2 * step + 1))
-        optimizer.step()
-    cases.assert_trained_alike(found, optimizer, level)
+    cases.assert_runs_as_one(on_two_ranks, train_partly_around, level, wrap)
 
 
 # -- several losses of one forward pass --------------------------------------------------------
 
 
-class TwoHeads(nn.Module):
-    def __init__(self, seed):
-        super().__init__()
-        self.actor, self.critic = loops.net(seed), loops.net(seed + 1)
-
-    def forward(self, x):
-        return self.actor(x), self.critic(x)
+def two_heads(seed):
+    heads = {"actor": loops.net(seed), "critic": loops.net(seed + 1)}
+    return loops.Body(lambda self, x: (self.actor(x), self.critic(x)), **heads)
 
 
-def train_two_heads(rank, level, wrap):
+def train_two_heads(level, wrap, seed, batch_at):
     """The wrapper averages the gradients of both losses in the pass of the second.
 
     The second step adds them to those of the first.
     """
-    model, optimizer = cases.initialized(level, TwoHeads(seed=rank))
-    parallel = cases.WRAPPERS[wrap](model)
+    model, optimizer = cases.initialized(level, two_heads(seed))
+    parallel = wrap(model)
     for step in range(3):
         if step != 1:
             optimizer.zero_grad()
-        x, y = cases.rank_batch(rank, step)
+        x, y = batch_at(step)
         losses = [torch.nn.functional.mse_loss(output.float(), y) for output in parallel(x)]
         loops.scaled_backward(losses[0], optimizer, delay_unscale=True)
         loops.scaled_backward(losses[1], optimizer)
         optimizer.step()
-    return cases.state(model, optimizer)
+    return model, optimizer
 
 
 @loops.every(level=["O1", "O2", "O5"], wrap=["torch", "torch views", "apex delayed"])
 def test_losses_of_one_forward_pass_may_use_different_parameters(on_two_ranks, level, wrap):
-    found = cases.alike(on_two_ranks(train_two_heads, level, wrap))
-    model, optimizer = cases.initialized(level, TwoHeads(seed=0))
-    for step in range(3):
-        if step != 1:
-            optimizer.zero_grad()
-        x, y = cases.joined(step)
-        losses = [torch.nn.functional.mse_loss(output.float(), y) for output in model(x)]
-        loops.scaled_backward(sum(losses), optimizer)
-        optimizer.step()
-    cases.assert_trained_alike(found, optimizer, level)
+    cases.assert_runs_as_one(on_two_ranks, train_two_heads, level, wrap)
 
 
 def enter_a_second_block(rank, level, delay, loss_id):
-    model, optimizer = cases.initialized(level, TwoHeads(seed=rank), num_losses=2)
+    model, optimizer = cases.initialized(level, two_heads(seed=rank), num_losses=2)
     parallel = DistributedDataParallel(model)
     losses = [output.float().sum() for output in parallel(cases.rank_batch(rank, 0)[0])]
     loops.scaled_backward(losses[0], optimizer, delay_unscale=delay)
@@ -260,7 +224,7 @@ def test_losses_of_one_forward_pass_need_one_check_and_one_scale(on_two_ranks, l
 
 def fail_in_the_second_block(rank, level):
     """How far the step after it moves the masters of the first loss."""
-    model, optimizer = cases.initialized(level, TwoHeads(seed=rank))
+    model, optimizer = cases.initialized(level, two_heads(seed=rank))
     parallel = DistributedDataParallel(model)
     before = loops.masters(optimizer)
     losses = [output.float().sum() for output in parallel(cases.rank_batch(0, 0)[0])]
@@ -277,7 +241,7 @@ def fail_in_the_second_block(rank, level):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_gradients_that_wait_for_a_second_loss_are_unscaled_once(on_two_ranks, level):
     found, _ = on_two_ranks(fail_in_the_second_block, level)
-    model, optimizer = cases.initialized(level, TwoHeads(seed=0))
+    model, optimizer = cases.initialized(level, two_heads(seed=0))
     before = loops.masters(optimizer)
     loops.scaled_backward(model(cases.rank_batch(0, 0)[0])[0].float().sum(), optimizer)
     optimizer.step()
@@ -335,38 +299,7 @@ def train_one_optimizer_of_several_wrappers(rank, level):
 
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_masters_of_several_wrappers_are_sent_in_one_order(on_two_ranks, level):
-    first, second = on_two_ranks(train_one_optimizer_of_several_wrappers, level)
-    assert first == second
-
-
-def train_gan(level, seed, batches, wrap=lambda model: model):
-    """The generator's pass reaches the discriminator, whose step has left gradients."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        models = [nn.Linear(4, 2), nn.Linear(2, 1)]
-    optimizers = [loops.sgd(model.parameters()) for model in models]
-    models, optimizers = cases.initialized(level, models, optimizers)
-    generator, discriminator = map(wrap, models)
-    for x, y in batches:
-        fake = generator(x)
-        of_fake, of_real = discriminator(fake.detach()), discriminator(y)
-        loss = of_fake.float().mean() - of_real.float().square().mean()
-        loops.descend(loss, optimizers[1])
-        loops.descend(discriminator(fake).float().square().mean(), optimizers[0])
-    return [master.tolist() for optimizer in optimizers for master in loops.masters(optimizer)]
-
-
-def train_gan_on_ranks(rank, level):
-    data = map(cases.rank_batch, [rank] * 3, range(3))
-    return train_gan(level, rank, data, DistributedDataParallel)
-
-
-def test_a_pass_through_the_model_of_another_optimizer_trains_as_one_process(on_two_ranks, level):
-    first, second = on_two_ranks(train_gan_on_ranks, level)
-    assert first == second
-    alone = train_gan(level, 0, map(cases.joined, range(3)))
-    for found in zip(first, alone, strict=True):
-        torch.testing.assert_close(*map(torch.tensor, found), rtol=2.0**-6, atol=2.0**-6)
+    cases.alike(on_two_ranks(train_one_optimizer_of_several_wrappers, level))
 
 
 def sum_beside_a_wrapper(rank, wrap, is_part):
@@ -436,8 +369,7 @@ def overflow_under_a_hook(rank, level, hook):
 
 @loops.every(hook=HOOKS, level=loops.DYNAMIC)
 def test_under_a_hook_that_compresses_training_goes_on_after_an_inf(on_two_ranks, level, hook):
-    first, second = on_two_ranks(overflow_under_a_hook, level, hook)
-    assert first == second
+    first = cases.alike(on_two_ranks(overflow_under_a_hook, level, hook))
     assert first[0] == [False, True, False, False]
 
 
@@ -521,8 +453,7 @@ def train_a_part(rank, level, first, mixed):
     model, optimizer = cases.initialized(level, model)
     if not first:
         model[0] = DistributedDataParallel(part)
-    loops.train(model, optimizer, data=(cases.rank_batch(rank, step) for step in range(3)))
-    return cases.state(part, optimizer)
+    return cases.train_on_data_of(rank, model, optimizer)
 
 
 @pytest.mark.parametrize(("level", "mixed"), [("O4", True), ("O5", False), ("O5", True)])
@@ -558,30 +489,12 @@ def test_a_wrapper_of_a_restored_model_sends_its_gradients(on_two_ranks, levels,
     assert first == second == on_two_ranks(train_twice, levels, wrap, True)[0]
 
 
-def train_alone(level, first, **options):
-    """Masters that a single rank trains, wrapped before or after ``initialize``."""
-    torch.manual_seed(0)
-    model = loops.Net()
-    parallel = DistributedDataParallel(model, **options) if first else None
-    model, optimizer = loops.prepared(level, model=model)
-    parallel = parallel or DistributedDataParallel(model, **options)
-    with torch.no_grad():
-        parallel(cases.rank_batch(0, 9)[0])
-    loops.train(parallel, optimizer)
-    return loops.masters(optimizer)
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
-@pytest.mark.parametrize("option", ["static_graph", "gradient_as_bucket_view"])
-def test_a_single_rank_may_wrap_before_or_after_initialize(level, option):
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        before, after = (train_alone(level, first, **{option: True}) for first in (True, False))
-        assert loops.same(before, after)
-    finally:
-        gc.collect()
-        torch.distributed.destroy_process_group()
+@loops.every(level=loops.LEVELS, wrap=["torch static", "torch views"])
+def test_a_single_rank_may_wrap_before_or_after_initialize(on_ranks, level, wrap):
+    first, second = (
+        on_ranks(1, train_around, level, wrap, first, False) for first in (True, False)
+    )
+    assert first == second
 
 
 def test_a_model_is_restored_after_the_end_of_its_process_group():
@@ -632,6 +545,5 @@ def first_blocks(rank, level):
 
 @pytest.mark.parametrize(("level", "broadcasts"), [("O1", 0), ("O2", 1), ("O4", 0), ("O5", 1)])
 def test_the_first_block_that_is_entered_broadcasts_masters_once(on_two_ranks, level, broadcasts):
-    first, second = on_two_ranks(first_blocks, level)
-    assert first == second
+    first = cases.alike(on_two_ranks(first_blocks, level))
     assert first[0] == [0, broadcasts, 0]

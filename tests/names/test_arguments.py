@@ -15,14 +15,16 @@ class NumpyBool:
     __hash__ = None
 
 
-@pytest.mark.parametrize("value", [True, 1, 2, 1.0, "True", torch.tensor(True), NumpyBool()])
-def test_what_old_scripts_pass_as_true_is_true(value):
-    assert amp.init(enabled=value).is_active() is True
+FLAGS = [
+    (True, [True, 1, 2, 1.0, "True", torch.tensor(True), NumpyBool()]),
+    (False, [False, 0, 0.0, None, "False", torch.tensor([False])]),
+]
 
 
-@pytest.mark.parametrize("value", [False, 0, 0.0, None, "False", torch.tensor([False])])
-def test_what_old_scripts_pass_as_false_is_false(value):
-    assert amp.init(enabled=value).is_active() is False
+@pytest.mark.parametrize(("flag", "values"), FLAGS)
+def test_what_old_scripts_pass_as_a_flag_is_one(flag, values):
+    for value in values:
+        assert amp.init(enabled=value).is_active() is flag
 
 
 @pytest.mark.parametrize("value", ["false", "yes", "", "1", 128.0, torch.float16, [], object])

@@ -1,7 +1,5 @@
 """Under another default dtype nothing changes but the dtype of new parameters."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -10,14 +8,10 @@ from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from tests.support import loops
 
 
-@contextlib.contextmanager
-def default(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+@pytest.fixture
+def fp32_again():
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 FUSED = {
@@ -28,30 +22,28 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
-@pytest.mark.parametrize("level", loops.LEVELS)
+@pytest.mark.usefixtures("fp32_again")
+@loops.every(dtype=[torch.bfloat16, torch.float64], level=loops.LEVELS)
 def test_training_at_a_level_is_the_same(level, dtype):
-    for make in FUSED.values():
-        model, data = loops.net(), list(loops.batches(4, overflow_at={1}))
-        start = loops.values(model.parameters())
+    model, data = loops.net(), list(loops.batches(4, overflow_at={1}))
+    start = loops.values(model.parameters())
 
-        def run(model=model, data=data, start=start, make=make):
-            loops.change(model.parameters(), start, "data")
-            scale = "dynamic" if level in ("O1", "O2") else 8.0
-            options = {"opt_level": level, "verbosity": 0, "loss_scale": scale}
-            _, optimizer = amp.initialize(model, make(model.parameters()), **options)
-            found = []
-            for x, y in data:
-                found.append(loops.backward(model, optimizer, x, y))
-                found.append(amp.clip_grad_norm_(optimizer, 1.0))
-                optimizer.step()
-                optimizer.zero_grad()
-            found += [amp.step_was_skipped(optimizer), loops.masters(optimizer)]
-            found += [optimizer.state_dict()["state"], amp.state_dict()]
-            found.append(loops.values(model.parameters()))
-            amp.restore(model, optimizer)
-            return found
+    def run(make):
+        loops.change(model.parameters(), start, "data")
+        scale = "dynamic" if level in ("O1", "O2") else 8.0
+        _, optimizer = loops.prepared(level, make, model, loss_scale=scale)
+        found = []
+        for x, y in data:
+            found.append(loops.backward(model, optimizer, x, y))
+            found.append(amp.clip_grad_norm_(optimizer, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        found += [amp.step_was_skipped(optimizer), loops.masters(optimizer)]
+        found += [optimizer.state_dict()["state"], amp.state_dict()]
+        found.append(loops.values(model.parameters()))
+        amp.restore(model, optimizer)
+        return found
 
-        expected = run()
-        with default(dtype):
-            assert loops.same(run(), expected)
+    expected = [*map(run, FUSED.values())]
+    torch.set_default_dtype(dtype)
+    assert loops.same([*map(run, FUSED.values())], expected)

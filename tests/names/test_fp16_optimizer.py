@@ -1,6 +1,7 @@
 """apex's three ``FP16_Optimizer`` classes: a loop with masters by hand, and their files."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def train_wrapper(model, optimizer, steps, overflow_at=()):
 
 
 def masters(optimizer):
-    return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+    return loops.values(p for group in optimizer.param_groups for p in group["params"])
 
 
 # -- the loop --------------------------------------------------------------------------------
@@ -106,6 +107,11 @@ def test_an_overflow_is_logged_if_asked_for(wrapper, caplog):
 # -- gradients -------------------------------------------------------------------------------
 
 
+def assert_grads_are_those_of(plain, optimizer):
+    grads = loops.grads(optimizer.param_groups[0]["params"])
+    torch.testing.assert_close(grads, loops.grads(plain.parameters()), rtol=2**-6, atol=2**-8)
+
+
 @pytest.mark.parametrize("window", [1, 100])
 def test_gradients_of_two_losses_add_up(wrapper, window):
     args = {"init_scale": 64.0, "scale_window": window}
@@ -116,9 +122,7 @@ def test_gradients_of_two_losses_add_up(wrapper, window):
         optimizer.update_master_grads()
     plain = net().float()
     sum(loss_of(plain, step) for step in range(2)).backward()
-    grads = [param.grad for param in optimizer.param_groups[0]["params"]]
-    expected = [param.grad for param in plain.parameters()]
-    torch.testing.assert_close(grads, expected, rtol=2**-6, atol=2**-8)
+    assert_grads_are_those_of(plain, optimizer)
 
 
 def test_gradients_add_up_where_all_parameters_have_16_bits(wrapper):
@@ -151,9 +155,7 @@ def test_passes_after_an_update_add_up_and_zero_grad_forgets_them():
     optimizer.update_master_grads()
     plain = net().float()
     (loss_of(plain, 0) + 2 * loss_of(plain, 1)).backward()
-    grads = [param.grad for param in optimizer.param_groups[0]["params"]]
-    expected = [param.grad for param in plain.parameters()]
-    torch.testing.assert_close(grads, expected, rtol=2**-6, atol=2**-8)
+    assert_grads_are_those_of(plain, optimizer)
     optimizer.backward(loss_of(model), update_master_grads=False)
     optimizer.zero_grad()
     optimizer.step()
@@ -374,13 +376,6 @@ def test_states_have_apexs_keys():
     assert [t.shape for t in build(FLAT)[1].state_dict()["fp32_groups_flat"]] == [(34,)]
 
 
-class Pickled:
-    """What unpickling a scaler of apex gives: its attributes."""
-
-    def __init__(self, **attributes):
-        self.__dict__.update(attributes)
-
-
 def unpickled(**attributes):
     """Returns what unpickling a scaler of ``apex.amp`` gives here."""
     made = LossScaler.__new__(LossScaler)
@@ -392,9 +387,10 @@ BOUNDS = {"_min_loss_scale": None, "_max_loss_scale": 2.0**24, "_scale_seq_len":
 
 
 SCALERS = [
-    (Pickled(_loss_scale=512.0, _unskipped=7, dynamic=True), 7),
+    # What unpickling gives.
+    (SimpleNamespace(_loss_scale=512.0, _unskipped=7, dynamic=True), 7),
     (unpickled(_loss_scale=512.0, _unskipped=7, dynamic=True, **BOUNDS), 7),
-    (Pickled(cur_scale=512.0, cur_iter=9, last_overflow_iter=4), 4),
+    (SimpleNamespace(cur_scale=512.0, cur_iter=9, last_overflow_iter=4), 4),
     (fp16_utils.DynamicLossScaler(init_scale=512.0), 0),
 ]
 

@@ -97,12 +97,9 @@ def test_import_and_find_spec_say_what_to_use_instead():
             assert str(raised.value) == f"{name} is not part of this apex: use {instead}."
 
 
-def test_from_import_of_what_is_inside_says_it_too():
+def test_imports_of_what_is_inside_say_it_too():
     with pytest.raises(ImportError, match="scaled_dot_product_attention"):
         from apex.contrib.multihead_attn import SelfMultiheadAttn  # noqa: F401
-
-
-def test_import_of_a_module_inside_says_it_too():
     with pytest.raises(ImportError, match=r"apex\.transformer is not part of this apex"):
         importlib.import_module("apex.transformer.tensor_parallel.layers")
 

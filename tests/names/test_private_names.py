@@ -175,23 +175,18 @@ def test_the_stash_is_there_between_initialize_and_restore():
     assert not hasattr(optimizer, "_amp_stash")
 
 
-def grouped(level):
-    """Returns a model with a frozen weight, and an optimizer of weights and of biases."""
-    model = loops.Net()
-    model.last.weight.requires_grad_(False)
-    named = [*model.named_parameters()]
-    groups = [{"params": [p for n, p in named if n.endswith(k)]} for k in ("weight", "bias")]
-    optimizer = torch.optim.SGD(groups, lr=0.125, momentum=0.9)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-
-
 def ids(params):
     return [*map(id, params)]
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_the_stash_lists_pairs_in_one_order(level):
-    model, optimizer = grouped(level)
+    model = loops.Net()
+    model.last.weight.requires_grad_(False)
+    named = [*model.named_parameters()]
+    groups = [{"params": [p for n, p in named if n.endswith(k)]} for k in ("weight", "bias")]
+    optimizer = loops.sgd(groups)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     stash = optimizer._amp_stash
     low = [model.first.weight, model.first.bias, model.last.bias]
     assert ids(stash.all_fp16_params) == ids(low)
@@ -224,28 +219,3 @@ def test_private_methods_do_as_in_apex(level):
         next(amp.master_params(optimizer)).fill_(0.1)
     optimizer._master_params_to_model_params()
     assert model.weight == torch.tensor(0.1).to(model.weight.dtype)
-
-
-def adam(params):
-    return torch.optim.Adam(params, lr=2**-6)
-
-
-@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
-def test_the_resume_idiom_of_bert_scripts_continues_bit_for_bit(level):
-    model, optimizer = loops.prepared(level, adam, loops.Net())
-    loops.train(model, optimizer, data=loops.small_batches(3))
-    parts = {"model": model, "optimizer": optimizer, "amp": amp}
-    saved = {name: part.state_dict() for name, part in parts.items()}
-    saved = copy.deepcopy({**saved, "master params": list(amp.master_params(optimizer))})
-    expected = loops.train(model, optimizer, data=loops.small_batches(3))
-    del model, optimizer, parts
-
-    model, optimizer = loops.prepared(level, adam, loops.Net())
-    model.load_state_dict(saved["model"])
-    optimizer._lazy_init_maybe_master_weights()
-    optimizer._amp_stash.lazy_init_called = True
-    optimizer.load_state_dict(saved["optimizer"])
-    for param, kept in zip(amp.master_params(optimizer), saved["master params"], strict=True):
-        param.data.copy_(kept.data)
-    amp.load_state_dict(saved["amp"])
-    assert loops.train(model, optimizer, data=loops.small_batches(3)) == expected

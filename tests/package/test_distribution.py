@@ -18,13 +18,10 @@ ROOT = Path(__file__).parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text("utf-8")
 
 
-def test_there_is_one_version():
+def test_there_is_one_version_and_one_address():
     (written,) = re.findall(r'^version = "([^"]+)"', PYPROJECT, re.MULTILINE)
     (cited,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     assert {written, cited, apex.__version__, importlib.metadata.version("apex-amp")} == {VERSION}
-
-
-def test_there_is_one_address():
     addresses = set(re.findall(r"https://github\.com/[\w-]+/[\w-]+", PYPROJECT))
     assert addresses == {ADDRESS}
 

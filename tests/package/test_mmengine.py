@@ -21,7 +21,7 @@ from mmengine.optim import ApexOptimWrapper as Theirs  # noqa: E402 - after the 
 
 from apex.integrations.mmengine import ApexOptimWrapper as Ours  # noqa: E402
 from tests.package.mmengine_runs import runner, write_configs  # noqa: E402
-from tests.support.loops import Net, each_of, every, scaled_backward  # noqa: E402
+from tests.support.loops import Net, each_of, every, masters, scaled_backward  # noqa: E402
 
 EXACT = {"rtol": 0, "atol": 0}
 
@@ -71,11 +71,6 @@ def overflow(model, wrapper):
     wrapper.update_params(loss)
 
 
-def values(wrapper):
-    """What the optimizer steps: the fp32 masters where there are any."""
-    return [param.detach().clone() for param in amp.master_params(wrapper.optimizer)]
-
-
 def scale(wrapper, index=0):
     return wrapper.state_dict()["apex_amp"][f"loss_scaler{index}"]["loss_scale"]
 
@@ -91,7 +86,7 @@ def trained_by_hand(level, groups, **options):
             scaled_backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    return [param.detach().clone() for param in amp.master_params(optimizer)]
+    return masters(optimizer)
 
 
 # -- training --------------------------------------------------------------------------------
@@ -102,7 +97,7 @@ def test_it_trains_as_the_three_lines_do_which_share_the_loss(kind, level, updat
     model, wrapper = wrapped(kind, level, accumulative_counts=len(updates[0]))
     wrapper.initialize_count_status(model, 0, 4)
     iterate(model, wrapper, range(4))
-    assert_close(values(wrapper), trained_by_hand(level, updates), **EXACT)
+    assert_close(masters(wrapper.optimizer), trained_by_hand(level, updates), **EXACT)
 
 
 def test_clip_grad_sees_the_unscaled_gradients_of_the_masters(kind, level):
@@ -110,9 +105,9 @@ def test_clip_grad_sees_the_unscaled_gradients_of_the_masters(kind, level):
     wrapper.optimizer.param_groups[0]["lr"] = 1.0
     with wrapper.optim_context(model):
         loss = loss_of(model, features(0))
-    before = values(wrapper)
+    before = masters(wrapper.optimizer)
     wrapper.update_params(loss)
-    moved = [old - new for old, new in zip(before, values(wrapper), strict=True)]
+    moved = [old - new for old, new in zip(before, masters(wrapper.optimizer), strict=True)]
     assert_close(get_total_norm(moved).item(), 2.0**-10, rtol=1e-3, atol=0)
 
 
@@ -170,7 +165,7 @@ def uninterrupted(kind, level, before, after):
     overflow(model, wrapper)
     checkpoint = copy.deepcopy((model.state_dict(), wrapper.state_dict()))
     iterate(model, wrapper, after)
-    return checkpoint, (values(wrapper), model.state_dict(), scale(wrapper))
+    return checkpoint, (masters(wrapper.optimizer), model.state_dict(), scale(wrapper))
 
 
 @every(first=[Ours, Theirs], when=["before the first iteration", "after it"])
@@ -182,7 +177,7 @@ def test_training_goes_on_exactly_from_a_checkpoint_of_either_class(first, kind,
     model.load_state_dict(weights)
     wrapper.load_state_dict(state)
     iterate(model, wrapper, range(2, 4))
-    assert_close((values(wrapper), model.state_dict(), scale(wrapper)), end, **EXACT)
+    assert_close((masters(wrapper.optimizer), model.state_dict(), scale(wrapper)), end, **EXACT)
     assert scale(wrapper) < 2.0**16
 
 
@@ -272,7 +267,7 @@ def test_wrappers_of_a_dict_resume_each_with_its_own_scale(level):
     assert scales == [scale(each) for each in wrappers.values()]
     assert scales[0] > scales[1]
     for name, wrapper in wrappers.items():
-        assert_close(values(new[name]), values(wrapper), **EXACT)
+        assert_close(masters(new[name].optimizer), masters(wrapper.optimizer), **EXACT)
 
 
 # -- two ranks -------------------------------------------------------------------------------
@@ -289,7 +284,7 @@ def train_on_rank(rank, kind, level, updates):
         with wrapper.optim_context(parallel):
             output = parallel(features(10 * rank + step))
         wrapper.update_params(output.float().pow(2).mean())
-    return [value.tolist() for value in values(wrapper)]
+    return [value.tolist() for value in masters(wrapper.optimizer)]
 
 
 def train_parts_on_rank(rank, kind, level):
@@ -303,7 +298,7 @@ def train_parts_on_rank(rank, kind, level):
     with wrapper.optim_context(parallel):
         output = model(features(rank))
     wrapper.update_params(output.float().pow(2).mean())
-    return [value.tolist() for value in values(wrapper)]
+    return [value.tolist() for value in masters(wrapper.optimizer)]
 
 
 @pytest.mark.distributed

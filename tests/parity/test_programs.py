@@ -60,6 +60,7 @@ class ByAmp:
             return
         parts = (self.model, self.optimizer, amp)
         saved = [pickle.loads(pickle.dumps(part.state_dict())) for part in parts]
+        masters = loops.masters(self.optimizer)
         del parts, self.model, self.optimizer
         self.model = loops.net(seed=5)
         self.optimizer = self.make(self.model.parameters())
@@ -73,6 +74,11 @@ class ByAmp:
             if early and part is amp:  # which has no scale to load into before
                 self.prepare()
             part.load_state_dict(state)
+            if way == "loaded as in BERT" and part is self.optimizer:
+                part._lazy_init_maybe_master_weights()
+                part._amp_stash.lazy_init_called = True
+                for param, master in zip(self.stepped, masters, strict=True):
+                    param.data.copy_(master)
 
 
 class ByHand(Loop):
@@ -153,6 +159,7 @@ def gone_on(way):
 PROGRAMS = [
     plain, accumulated, delayed, clipped, frozen, scheduled, gone_on("deepcopy"),
     gone_on("loaded"), gone_on("loaded in reverse"), gone_on("loaded before initialize"),
+    gone_on("loaded as in BERT"),
 ]  # fmt: skip
 
 

@@ -17,6 +17,12 @@ def mesh(*shape, names=None):
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
+def whole(model):
+    """The parameters, each as one tensor."""
+    params = model.parameters()
+    return [getattr(p, "full_tensor", p.clone)().detach().clone() for p in params]
+
+
 def shard(model, over, **options):
     """The model with its layers, and itself, sharded; in place."""
     for layer in model:

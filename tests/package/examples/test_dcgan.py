@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from apex import amp
+from tests.support.loops import values
 
 TINY = ["--imageSize", "8", "--nz", "4", "--ngf", "4", "--ndf", "4", "--workers", "0"]
 
@@ -42,20 +43,16 @@ def pictures_and_noise():
     return real, noise
 
 
-def params(model):
-    return [param.detach().clone() for param in model.parameters()]
-
-
 @pytest.mark.parametrize("level", ["O1", "O5"])
 def test_a_step_trains_both_nets(make_gan, level):
     gan = make_gan(level, argv=["--lr", "0.01"])
-    before = [params(model) for model in gan.models]
+    before = [values(model.parameters()) for model in gan.models]
     for _ in range(2):
         losses = gan.step(*pictures_and_noise())
     assert len(amp.state_dict()) == 3
     assert all(torch.isfinite(loss) for loss in (losses.real, losses.fake, losses.generator))
     for model, old in zip(gan.models, before, strict=True):
-        assert not any(map(torch.equal, old, params(model)))
+        assert not any(map(torch.equal, old, values(model.parameters())))
 
 
 @pytest.mark.parametrize("source", ["digits", "folder"])
@@ -77,12 +74,12 @@ def test_a_resumed_run_goes_on_exactly(make_gan, tmp_path, level):
     gan.step(*pictures_and_noise())
     gan.save(tmp_path / "checkpoint.pt", epoch=7)
     gan.step(*pictures_and_noise())
-    expected = [params(model) for model in gan.models]
+    expected = [values(model.parameters()) for model in gan.models]
     scales = amp.state_dict()
     del gan
     resumed = make_gan(level)
     assert resumed.load(tmp_path / "checkpoint.pt", torch.device("cpu")) == 7
     resumed.step(*pictures_and_noise())
-    for model, values in zip(resumed.models, expected, strict=True):
-        assert all(map(torch.equal, params(model), values))
+    for model, weights in zip(resumed.models, expected, strict=True):
+        assert all(map(torch.equal, values(model.parameters()), weights))
     assert amp.state_dict() == scales
