@@ -123,6 +123,27 @@ def test_many_passes_of_one_rank_add_up_in_fp32(on_two_ranks, level, wrapper, ki
     assert on_two_ranks(sum_of_many, level, wrapper, kind) == [[44.0, 44.0]] * 2
 
 
+def fail_in_a_pass(rank, level):
+    """Gradients from before a pass that fails at its last node, and what the pass leaves."""
+    parallel, optimizer = cases.wrapped(level, seed=0)
+    for step in range(2):
+        cases.backward(parallel, optimizer, *cases.rank_batch(rank, step))
+    earlier = loops.values(param.grad for param in parallel.parameters())
+    x, y = cases.rank_batch(rank, 2)
+    x.requires_grad_().register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cases.backward(parallel, optimizer, x, y)
+    return earlier, loops.values(param.grad for param in parallel.parameters())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_pass_that_fails_keeps_the_gradients_from_before(on_two_ranks, level):
+    for earlier, left in on_two_ranks(fail_in_a_pass, level):
+        assert all(grad.dtype is torch.float32 for grad in left)
+        if level != "O5":  # without a scale, what autograd has added stays
+            assert loops.same(left, earlier)
+
+
 def checkpointed(self, x):
     return torch.utils.checkpoint.checkpoint(self.body, x.requires_grad_(), use_reentrant=True)
 

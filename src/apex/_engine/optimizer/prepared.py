@@ -138,13 +138,11 @@ class PreparedOptimizer:
                     pair = param._apex_pair()
                     if pair is not None:
                         pairs.append(pair)
-                    continue
-                if param.dtype not in dtypes.LOW_PRECISION:
-                    continue
-                if is_trained(param) or param in self.optimizer.state:
-                    pair = master_table.create(param)
-                    created[id(param)] = pair.master
-                    pairs.append(pair)
+                elif dtypes.is_low_precision(param):
+                    if is_trained(param) or param in self.optimizer.state:
+                        pair = master_table.create(param)
+                        created[id(param)] = pair.master
+                        pairs.append(pair)
         self.pairs = pairs
         if created:
             exchange(self.optimizer, created)
