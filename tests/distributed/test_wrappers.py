@@ -323,12 +323,16 @@ def test_gradients_beside_a_wrapper_add_up_as_without_one(on_two_ranks, is_part)
     assert beside[0][0] is torch.float32
 
 
-def hold_one_wrapper_back(rank, level, in_block):
+def two_wrapped_parts(level, **options):
     parts = {"first": loops.Weights("a"), "second": loops.Weights("b")}
-    model = loops.Body(lambda self, k: self.first(a=k) + self.second(b=k), **parts)
-    optimizer = loops.sgd(model.parameters())
-    cases.initialized(level, model, optimizer, loss_scale=8.0)
+    model = loops.Body(lambda self, k: self.first(a=k) + self.second(b=1.0), **parts)
+    model, optimizer = cases.initialized(level, model, loops.sgd(model.parameters()), **options)
     model.first, model.second = map(DistributedDataParallel, parts.values())
+    return model, optimizer
+
+
+def hold_one_wrapper_back(rank, level, in_block):
+    model, optimizer = two_wrapped_parts(level, loss_scale=8.0)
     grads = []
     for waits in (False, True, False):
         with model.first.no_sync() if waits else contextlib.nullcontext():
@@ -345,7 +349,23 @@ def hold_one_wrapper_back(rank, level, in_block):
 def test_one_of_two_wrapped_parts_may_send_later(on_two_ranks, level, in_block):
     found = on_two_ranks(hold_one_wrapper_back, level, in_block)
     for rank, grads in enumerate(found):
-        assert grads == [[1.5, 1.5], [rank + 2.5, 3.0], [4.5, 4.5]]
+        assert grads == [[1.5, 1.0], [rank + 2.5, 2.0], [4.5, 3.0]]
+
+
+def overflow_in_the_part_that_waits(rank):
+    model, optimizer = two_wrapped_parts("O2", loss_scale="dynamic")
+    with model.first.no_sync():
+        loops.scaled_backward(model(float("inf") if rank == 0 else 1.0), optimizer)
+    scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+    loops.scaled_backward(model(1.0), optimizer)
+    optimizer.step()
+    return scale, amp.step_was_skipped(optimizer), dict(amp.state_dict())
+
+
+def test_an_overflow_of_a_part_that_waits_is_that_of_the_pass_that_sends_it(on_two_ranks):
+    scale, skipped, after = cases.alike(on_two_ranks(overflow_in_the_part_that_waits))
+    assert skipped
+    assert after["loss_scaler0"]["loss_scale"] == scale / 2
 
 
 HOOKS = {
