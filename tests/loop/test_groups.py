@@ -149,6 +149,16 @@ def test_a_frozen_parameter_stays_and_gets_its_master_when_it_is_unfrozen(level,
     assert loops.agree(model, optimizer)
 
 
+def test_a_gradient_of_an_unfrozen_weight_that_fp16_does_not_hold_is_kept():
+    model = loops.Weights()
+    model.a.requires_grad_(False)
+    model, optimizer = loops.prepared("O2", model=model, loss_scale=2.0**16)
+    model.a.requires_grad_(True)
+    small = 2.0**-26
+    loops.scaled_backward(model(a=small, b=1.0), optimizer)
+    assert model.a.grad.tolist() == [small, small]
+
+
 def test_a_late_module_leaves_the_fp32_values_of_frozen_ones(level):
     model = loops.net()
     exact = loops.values(model[0].requires_grad_(False).parameters())
