@@ -10,17 +10,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex import amp
-from tests.support.loops import every, in_a_thread, prepared, scaled_backward
+from tests.support.loops import every, in_a_thread, prepared, product, scaled_backward
 
 LOW = {"O1": torch.float16, "O4": torch.bfloat16}
 
 
 def session(level, model=None):
     return prepared(level, model=model or nn.Linear(2, 2))
-
-
-def product():
-    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
 
 
 def state():

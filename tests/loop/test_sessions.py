@@ -108,10 +108,6 @@ def test_training_at_two_levels_by_turns_equals_training_at_each_alone():
 # -- casts of the thread ---------------------------------------------------------------------
 
 
-def product():
-    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-
-
 @casting
 def test_objects_may_be_freed_inside_a_backward_pass(level):
     held = [loops.prepared(level)]
@@ -126,7 +122,7 @@ def test_objects_may_be_freed_inside_a_backward_pass(level):
     y.sum().backward()
     with amp.disable_casts():  # at the latest at this thread's next call of amp
         pass
-    assert product() is torch.float32
+    assert loops.product() is torch.float32
     assert not torch.is_autocast_enabled("cpu")
 
 

@@ -1,7 +1,6 @@
 """A prepared model is still its owner's object: what real classes do with themselves goes on."""
 
 import copy
-import sys
 import traceback
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 from apex import amp
 from tests.model.idioms import IDIOMS
 from tests.model.test_data_parallel import replicate
+from tests.support.host_reads import calls_inside
 from tests.support.loops import at_levels, descend, prepared, saved_and_loaded
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -153,22 +153,6 @@ def test_every_use_sees_masters_that_a_script_has_written(level, use):
 # -- many models -----------------------------------------------------------------------------------
 
 
-def calls_of(function):
-    """Returns how many calls of Python functions a call makes."""
-    count = 0
-
-    def profile(frame, event, arg):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
 def test_a_forward_costs_the_same_beside_many_models(level):
     counts = []
     for number in (1, 50):
@@ -178,6 +162,6 @@ def test_a_forward_costs_the_same_beside_many_models(level):
         amp.initialize(models, optimizer, opt_level=level, verbosity=0)
         for _ in range(300):
             models[0](torch.ones(1, 2))
-        counts.append(calls_of(lambda models=models: models[0](torch.ones(1, 2))))
+        counts.append(calls_inside(models[0], torch.ones(1, 2)))
         amp.restore(models, optimizer)
     assert counts[0] == counts[1]

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from apex import amp
 from tests.model.nets import LOW, Echo, converted
 from tests.support.features import TORCH_VERSION
+from tests.support.loops import messages
 
 Point = namedtuple("Point", "x y")
 
@@ -463,9 +464,9 @@ def test_an_argument_that_is_written_in_vain_is_named_once(caplog, level, make, 
         else:
             model(torch.ones(1, 2), make(cache))
     assert cache.count_nonzero() == 0
-    (record,) = caplog.records
-    assert "writes into its argument cache" in record.getMessage()
-    assert "fp32_inputs=['cache']" in record.getMessage()
+    (text,) = messages(caplog)
+    assert "writes into its argument cache" in text
+    assert "fp32_inputs=['cache']" in text
 
 
 class Filling(nn.Linear):
@@ -493,7 +494,7 @@ def test_a_result_that_is_left_in_an_argument_arrives_or_is_named_once(
         model(batch)
         *_, last = batch.values() if isinstance(batch, dict) else batch
         assert last.requires_grad == arrives
-    texts = [record.getMessage() for record in caplog.records]
+    texts = messages(caplog)
     assert len(texts) == (not arrives)
     for text in texts:
         assert "writes into its argument batch" in text

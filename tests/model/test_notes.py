@@ -8,13 +8,9 @@ from torch import nn
 
 from apex import amp
 from tests.model.nets import LOW, converted
-from tests.support.loops import Body, at_levels, descend, prepared
+from tests.support.loops import Body, at_levels, descend, messages, prepared
 
 level = at_levels("O2", "O3", "O5")
-
-
-def messages(caplog):
-    return [record.getMessage() for record in caplog.records if record.name == "apex"]
 
 
 def named_once(caplog, *words):
