@@ -312,6 +312,21 @@ def in_a_thread(call):
     return results[0]
 
 
+def in_two_threads(work):
+    """Runs ``work(0)`` and ``work(1)`` at once."""
+    start = threading.Barrier(2)
+
+    def run(index):
+        start.wait()
+        work(index)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def change(params, values, by):
     """Writes parameters in a way that torch counts (``"data"``: assigned, ``"copy_"``) or not."""
     for param, value in zip(params, values, strict=True):
