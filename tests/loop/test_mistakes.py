@@ -210,8 +210,9 @@ def test_other_optimizers_passes_in_other_threads_are_no_mistake(level):
     def train_second(_):
         loops.in_a_thread(lambda: loops.train_step(nets[1], second, 0.01 * x, y))
 
-    nets[0][0].bias.register_hook(train_second)
-    loops.backward(nets[0], first, 0.01 * x, y)
+    with amp.scale_loss(loops.loss_of(nets[0], 0.01 * x, y), first) as scaled_loss:
+        nets[0][0].bias.register_hook(train_second)
+        scaled_loss.backward()
     loops.backward(nets[1], second, 0.01 * x, y)
     second.step()
     first.step()
