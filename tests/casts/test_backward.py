@@ -268,15 +268,10 @@ def test_gradients_and_forces_of_a_part_in_fp32_are_those_of_fp32(level, block, 
     assert torch.equal(x.grad, expected_second)
 
 
-class Slice(nn.Module):
+def slicing():
     """A batch norm of some channels alone: torch's formula mixes dtypes, and fails under casts."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Conv2d(3, 8, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
-
-    def forward(self, x):
-        return self.last(self.norm(self.first(x)[:, :4]))
+    parts = {"first": nn.Conv2d(3, 8, 1), "norm": nn.BatchNorm2d(4), "last": nn.Conv2d(4, 4, 1)}
+    return loops.Body(lambda self, x: self.last(self.norm(self.first(x)[:, :4])), **parts)
 
 
 def test_a_dispatch_mode_of_the_script_changes_no_gradient(level):
@@ -284,7 +279,7 @@ def test_a_dispatch_mode_of_the_script_changes_no_gradient(level):
     grads = []
     for mode in (contextlib.nullcontext(), FlopCounterMode(display=False)):
         torch.manual_seed(0)
-        model, optimizer = loops.prepared(level, model=Slice(), loss_scale=8.0)
+        model, optimizer = loops.prepared(level, model=slicing(), loss_scale=8.0)
         with mode:
             loops.scaled_backward(model(x).float().square().mean(), optimizer)
         grads.append([param.grad for param in model.parameters()])

@@ -379,14 +379,9 @@ def test_a_write_is_seen_after_another_thread_ended_casts_within_a_forward(level
     assert_a_write_is_seen(model, model, kept)
 
 
-class Outer(nn.Module):
-    def __init__(self, layer, inner):
-        super().__init__()
-        self.layer = layer
-        self.hidden = [inner]
-
-    def forward(self, x):
-        return self.layer(x), self.hidden[0](x), self.layer(x)
+def around(inner, layer):
+    """A model with a layer that calls another model, which is no part of it, in between."""
+    return Body(lambda self, x: (self.layer(x), inner(x), self.layer(x)), layer=layer)
 
 
 def all_same(outputs, layer, dtypes):
@@ -406,7 +401,7 @@ def test_two_sessions_cast_a_shared_weight_to_their_own_dtypes(level, mode):
     inner, _ = prepared(other, model=nn.Sequential(layer), loss_scale=1.0)
     with torch.autocast("cpu", low, cache_enabled=True):
         assert all_same([layer(X), inner(X), layer(X)], layer, [low, other_low, low])
-    outer, _ = prepared(level, model=Outer(layer, inner), loss_scale=1.0)
+    outer, _ = prepared(level, model=around(inner, layer), loss_scale=1.0)
     held = []
     for _ in range(2):
         with mode():
@@ -418,7 +413,7 @@ def test_two_sessions_cast_a_shared_weight_to_their_own_dtypes(level, mode):
 def test_a_model_that_only_the_forward_of_another_calls_is_cast_again(level):
     layer = nn.Linear(4, 4)
     inner, _ = prepared(level, model=nn.Sequential(layer), loss_scale=1.0)
-    outer, _ = prepared(level, model=Outer(nn.Linear(4, 4), inner), loss_scale=1.0)
+    outer, _ = prepared(level, model=around(inner, nn.Linear(4, 4)), loss_scale=1.0)
     held = outer(X)
     layer.weight.data.mul_(0.5)
     assert all_same([outer(X)[1]], layer, [LOW[level]])

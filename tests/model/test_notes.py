@@ -18,8 +18,8 @@ def named_once(caplog, *words):
     assert [word for word in words if word not in text] == []
 
 
-def train_prepared(model, steps=4, level="O5", after=lambda model: None, lr=0.1, **options):
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+def train_prepared(model, steps=4, level="O5", after=lambda model: None, **options):
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
     for _ in range(steps):
         descend(model(torch.ones(2, 4)).float().mean(), optimizer)
