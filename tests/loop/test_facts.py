@@ -5,18 +5,16 @@ import pytest
 from apex import amp
 from tests.support import loops
 
+SCALE = {"loss_scale": "dynamic", "max_loss_scale": 2.0**8}
+"""A loss scale that fp16 gradients of a few units survive."""
+
 
 def initialize(models, optimizers, level):
-    """With a loss scale that fp16 gradients of a few units survive."""
-    amp.initialize(models, optimizers, opt_level=level, verbosity=0, loss_scale="dynamic")
-    amp._amp_state.loss_scalers[0]._loss_scale = 2.0**8
+    amp.initialize(models, optimizers, opt_level=level, verbosity=0, **SCALE)
 
 
 def made(level):
-    model = loops.Weights()
-    optimizer = loops.sgd(model.parameters())
-    initialize(model, optimizer, level)
-    return model, optimizer
+    return loops.prepared(level, model=loops.Weights(), **SCALE)
 
 
 def failing_block(loss, optimizer):

@@ -224,9 +224,7 @@ class ClearsOne(loops.Weights):
 
 @some_levels
 def test_a_zero_grad_of_the_models_own_clears_what_it_clears(level):
-    model = ClearsOne()
-    optimizer = loops.sgd(model.parameters())
-    initialize(model, optimizer, level)
+    model, optimizer = loops.prepared(level[:2], model=ClearsOne(), **OPTIONS[level])
     loops.scaled_backward(model(a=1.0, b=1.0), optimizer, delay_unscale=True)
     model.zero_grad()
     loops.scaled_backward(model(a=2.0, b=2.0), optimizer)

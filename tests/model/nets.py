@@ -50,11 +50,6 @@ def converted(model, level="O5", **options):
     return amp.initialize(model, opt_level=level, verbosity=0, **options)
 
 
-def with_masters(model, level="O5"):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-
-
 def exact_of(model, optimizer, name):
     masters = amp.master_params(optimizer)
     names = [name for name, _ in model.named_parameters()]

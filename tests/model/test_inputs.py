@@ -344,16 +344,11 @@ def test_a_named_input_arrives_exactly(level, by_name):
     assert torch.equal(embedded[0][:, 0], times)
 
 
-class Coded(Echo):
-    def forward(self, x, **kwargs):
-        return super().forward(x, **kwargs)
-
-
 def test_without_it_the_input_is_rounded_and_whole_containers_may_be_named():
     model = converted(Timed(), fp32_modules=["embed"])
     model(torch.ones(1, 2), torch.tensor([998.39]))
     assert model.seen[1].item() == 1000.0
-    model = converted(Coded(), fp32_inputs=["codes"])
+    model = converted(Echo(), fp32_inputs=["codes"])
     codes = {"a": [torch.tensor([257.0])]}
     model(torch.ones(1), codes=codes)
     assert model.seen[1]["codes"] is codes
