@@ -69,12 +69,6 @@ def test_casts_end_with_the_last_model_whose_optimizer_trains_on(level):
     assert torch.equal(model.bias.grad, torch.ones(2))
 
 
-def test_casts_of_one_model_do_not_end_with_another():
-    model, _ = session("O1")
-    amp.restore(*session("O4"))
-    assert in_a_thread(lambda: model(torch.ones(1, 2)).dtype) is torch.float16
-
-
 def test_casts_end_with_a_restored_model_that_hooks_keep_alive():
     model = nn.Linear(2, 2)
     optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}

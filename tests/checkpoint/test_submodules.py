@@ -65,37 +65,6 @@ def test_a_module_that_takes_over_parameters_is_pickled_to_the_last_bit(level):
         assert loops.same(loops.values(plain.parameters()), values)
 
 
-def test_a_part_with_a_new_module_is_pickled_to_the_last_bit(level):
-    model, optimizer = loops.trained(level, model=nested())
-    expected = loops.masters(optimizer)[:2]
-    linear = nn.Linear(4, 8)
-    linear.weight, linear.bias = model[0][0].parameters()
-    model[0][0] = linear
-    plain = pickle.loads(pickle.dumps(model[0]))
-    assert loops.same(loops.values(plain.parameters()), expected)
-
-
-def test_a_parent_with_two_prepared_models_saves_and_loads_both(level):
-    pairs = [loops.trained(level, model=nested()) for _ in range(2)]
-    parent = nn.ModuleDict({"first": pairs[0][0], "second": pairs[1][0]})
-    new = random_like(parent.state_dict())
-    parent.load_state_dict(new)
-    assert loops.same(dict(parent.state_dict()), new)
-    masters = [master for _, optimizer in pairs for master in loops.masters(optimizer)]
-    assert loops.same(masters, list(new.values()))
-
-
-def test_a_part_that_loads_in_part_keeps_the_masters_of_the_rest(level):
-    model, optimizer = loops.trained(level, model=nested())
-    before = loops.masters(optimizer)
-    weight = torch.rand(8, 4)
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        model[0].load_state_dict({"0.weight": weight, "0.bias": torch.zeros(3)})
-    assert loops.same([weight, *before[1:]], loops.masters(optimizer))
-    model[1].load_state_dict({"bias": torch.full((2,), 1 / 3)}, strict=False)
-    assert loops.same([weight, *before[1:3], torch.full((2,), 1 / 3)], loops.masters(optimizer))
-
-
 class Fixed(nn.Linear):
     """Keeps its weights, whatever is loaded."""
 

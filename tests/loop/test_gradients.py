@@ -609,16 +609,6 @@ def test_a_pass_through_two_outputs_takes_no_memory_of_fp32(is_deleted):
     assert {layer.weight.grad.dtype for layer in layers} == {torch.bfloat16}
 
 
-@masters
-def test_a_gradient_after_zeros_and_none_is_the_new_one(level):
-    training = Training(level)
-    training.block(*ONE)
-    training.optimizer.zero_grad(set_to_none=False)
-    training.model.zero_grad()
-    training.plain(*TWO)
-    assert training.grads("groups") == training.grads("model") == [*TWO]
-
-
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 @masters
 def test_a_gradient_with_a_graph_is_differentiated_on_either_side(level):
