@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from apex import amp
 from tests.model.nets import LOW, Echo, converted
 from tests.support.features import TORCH_VERSION
-from tests.support.loops import messages
+from tests.support.loops import every, messages
 
 Point = namedtuple("Point", "x y")
 
@@ -326,8 +326,7 @@ class Timed(nn.Module):
         return self.body(x).sum() * 0 + self.embed(timestep[:, None])
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@every(by_name=[False, True], level=["O2", "O3", "O5"])
 def test_a_named_input_arrives_exactly(level, by_name):
     options = {"fp32_modules": ["embed"], "fp32_inputs": ("timestep",), "cast_model_outputs": None}
     model = converted(Timed(), level, **options)
