@@ -17,11 +17,6 @@ class BufferNet(nn.Module):
         self.register_buffer("shift", torch.full((2,), 1 / 3))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, x, *, scale=None):
-        """Docs of the model."""
-        y = self.last(self.norm(self.first(x)).relu()) + self.shift
-        return y if scale is None else y * scale
-
 
 class Tied(nn.Module):
     def __init__(self):
@@ -56,8 +51,8 @@ def exact_of(model, optimizer, name):
     return dict(zip(names, masters, strict=True))[name]
 
 
-def x(rows=4):
-    return torch.linspace(-1, 1, rows * 3).view(rows, 3)
+def x():
+    return torch.linspace(-1, 1, 12).view(4, 3)
 
 
 def dtypes_of(model):
