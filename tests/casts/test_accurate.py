@@ -2,13 +2,12 @@
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from apex import amp
-from tests.support.loops import prepared, same, scaled_backward
+from tests.support.loops import every, prepared, same, scaled_backward
 
 LOW = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 MAPS = ["matrix_exp", "cayley", "householder"]
@@ -25,8 +24,7 @@ def orthogonal(by, level="O5"):
     return model
 
 
-@pytest.mark.parametrize("level", LOW)
-@pytest.mark.parametrize("by", MAPS)
+@every(level=LOW, by=MAPS)
 def test_an_orthogonal_weight_is_the_rounded_one_of_fp32(by, level):
     model = orthogonal(by, level)
     plain = copy.deepcopy(model)

@@ -30,11 +30,7 @@ class Code(torch.autograd.Function):
         return grad, None
 
 
-def backward(loss):
-    loss.backward()
-
-
-def in_pass(rule, *, hook, start=backward, block=True, device="cpu"):
+def in_pass(rule, *, hook, start=torch.Tensor.backward, block=True, device="cpu"):
     """Returns what ``rule`` gives for a bf16 gradient in a pass, in a block or outside."""
     model, optimizer = loops.prepared("O4", model=nn.Linear(2, 2).to(device))
     results = []
@@ -268,15 +264,10 @@ def test_gradients_and_forces_of_a_part_in_fp32_are_those_of_fp32(level, block, 
     assert torch.equal(x.grad, expected_second)
 
 
-class Slice(nn.Module):
+def slicing():
     """A batch norm of some channels alone: torch's formula mixes dtypes, and fails under casts."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Conv2d(3, 8, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
-
-    def forward(self, x):
-        return self.last(self.norm(self.first(x)[:, :4]))
+    parts = {"first": nn.Conv2d(3, 8, 1), "norm": nn.BatchNorm2d(4), "last": nn.Conv2d(4, 4, 1)}
+    return loops.Body(lambda self, x: self.last(self.norm(self.first(x)[:, :4])), **parts)
 
 
 def test_a_dispatch_mode_of_the_script_changes_no_gradient(level):
@@ -284,7 +275,7 @@ def test_a_dispatch_mode_of_the_script_changes_no_gradient(level):
     grads = []
     for mode in (contextlib.nullcontext(), FlopCounterMode(display=False)):
         torch.manual_seed(0)
-        model, optimizer = loops.prepared(level, model=Slice(), loss_scale=8.0)
+        model, optimizer = loops.prepared(level, model=slicing(), loss_scale=8.0)
         with mode:
             loops.scaled_backward(model(x).float().square().mean(), optimizer)
         grads.append([param.grad for param in model.parameters()])

@@ -62,10 +62,6 @@ def test_float64_in_any_container_meets_fp32_weights(level, low, pack, unpack):
     assert model(pack(torch.ones(2, 4, dtype=FP64))).dtype is low
 
 
-def lstm(layer, x):
-    return layer(x)[0]
-
-
 MEETS_WEIGHTS = {
     "linear": (nn.Linear(4, 4), (2, 4), applied),
     "conv": (nn.Conv1d(4, 4, 3), (2, 4, 8), applied),
@@ -73,7 +69,7 @@ MEETS_WEIGHTS = {
     "layer norm": (nn.LayerNorm(4), (2, 4), applied),
     "group norm": (nn.GroupNorm(2, 4), (2, 4, 3), applied),
     "prelu": (nn.PReLU(), (2, 4), applied),
-    "lstm": (nn.LSTM(4, 4), (2, 3, 4), lstm),
+    "lstm": (nn.LSTM(4, 4), (2, 3, 4), lambda layer, x: layer(x)[0]),
     "gru cell": (nn.GRUCell(4, 4), (2, 4), applied),
     "attention": (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), (2, 3, 4), applied),
     "product": (nn.Linear(4, 4), (2, 4), lambda layer, x: x @ layer.weight + layer.bias),

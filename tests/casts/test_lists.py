@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import apex.amp as amp
-from tests.support.loops import prepared
+from tests.support.loops import every, prepared
 
 NAMESPACES = {
     "functional_overrides": nn.functional,
@@ -87,8 +87,7 @@ def test_a_name_that_no_operator_is_known_for_is_refused_with_the_remedy(lists):
         prepared("O4")
 
 
-@pytest.mark.parametrize("entry", [torch.exp, None, 3, ()])
-@pytest.mark.parametrize("name", ["FP32_FUNCS", "BANNED_FUNCS"])
+@every(entry=[torch.exp, None, 3, ()], name=["FP32_FUNCS", "BANNED_FUNCS"])
 def test_what_is_no_name_is_refused(lists, name, entry):
     setattr(lists.torch_overrides, name, [entry])
     with pytest.raises(TypeError, match=r"amp\.lists holds .*; it takes names of functions"):

@@ -16,10 +16,6 @@ from tests.support.loops import prepared
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
 
 
-def gelu_of(dtype):
-    return F.gelu(torch.ones(2, dtype=dtype)).dtype
-
-
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_gelu_keeps_bf16_at_o4_and_is_fp32_at_o1(approximate):
     for level, result in (("O1", torch.float32), ("O4", torch.bfloat16)):
@@ -30,7 +26,7 @@ def test_gelu_keeps_bf16_at_o4_and_is_fp32_at_o1(approximate):
 
 def test_o4_with_fp16_casts_runs_gelu_in_fp32():
     _keep = prepared("O4", patch_torch_functions_type=torch.float16)
-    assert gelu_of(torch.float16) is torch.float32
+    assert F.gelu(torch.ones(2, dtype=torch.float16)).dtype is torch.float32
 
 
 @pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="the table is of later kernels of rms_norm")

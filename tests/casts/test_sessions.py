@@ -10,17 +10,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex import amp
-from tests.support.loops import every, in_a_thread, prepared, scaled_backward
+from tests.support.loops import every, in_a_thread, prepared, product, scaled_backward
 
 LOW = {"O1": torch.float16, "O4": torch.bfloat16}
 
 
 def session(level, model=None):
     return prepared(level, model=model or nn.Linear(2, 2))
-
-
-def product():
-    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
 
 
 def state():
@@ -71,12 +67,6 @@ def test_casts_end_with_the_last_model_whose_optimizer_trains_on(level):
     assert output.dtype is product() is torch.float32
     scaled_backward(output.sum(), optimizer)
     assert torch.equal(model.bias.grad, torch.ones(2))
-
-
-def test_casts_of_one_model_do_not_end_with_another():
-    model, _ = session("O1")
-    amp.restore(*session("O4"))
-    assert in_a_thread(lambda: model(torch.ones(1, 2)).dtype) is torch.float16
 
 
 def test_casts_end_with_a_restored_model_that_hooks_keep_alive():

@@ -2,7 +2,6 @@
 
 import copy
 import sys
-import threading
 
 import pytest
 import torch
@@ -21,25 +20,10 @@ def train_copy(level, seed, model):
     model = copy.deepcopy(model)
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"], model=model)
     losses = [loops.train_step(model, optimizer, x, y) for x, y in loops.batches(STEPS, seed=seed)]
-    outside = torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+    outside = loops.product()
     with amp.scale_loss(torch.ones(()), optimizer) as scaled_loss:
         scale = scaled_loss.item()
     return losses, loops.masters(optimizer), loops.values(model.parameters()), outside, scale
-
-
-def in_two_threads(work):
-    """Runs ``work(0)`` and ``work(1)`` at once."""
-    start = threading.Barrier(2)
-
-    def run(index):
-        start.wait()
-        work(index)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 @pytest.mark.parametrize("levels", PAIRS, ids="+".join)
@@ -51,7 +35,7 @@ def test_two_threads_at_different_levels_give_what_each_gives_alone(levels):
     def work(index):
         together[index] = train_copy(levels[index], index, models[index])
 
-    in_two_threads(work)
+    loops.in_two_threads(work)
     assert loops.same(together, alone)
     assert not torch.is_autocast_enabled("cpu")
 
@@ -69,7 +53,7 @@ def test_one_model_in_two_threads_at_once_gives_what_it_gives_alone(level):
                 for index in range(half, len(data), 2):
                     found[index] = model(data[index])
 
-        in_two_threads(work)
+        loops.in_two_threads(work)
     assert loops.same(found, expected)
 
 
@@ -86,7 +70,7 @@ def use_the_weight_cache():
                 for weight in weights:
                     nn.functional.linear(x @ weight, weight)
 
-    in_two_threads(work)
+    loops.in_two_threads(work)
 
 
 def test_two_threads_that_use_the_weight_cache_do_not_wait_for_each_other():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.support.loops import prepared
+from tests.support.loops import prepared, product
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -21,8 +21,7 @@ def session():
 
 def dtypes(*args, **kwargs):
     """Returns the dtypes of its tensor arguments, and whether casts are on inside."""
-    product = torch.mm(torch.ones(1, 1), torch.ones(1, 1))
-    return [value.dtype for value in (*args, *kwargs.values())], product.dtype is F16
+    return [value.dtype for value in (*args, *kwargs.values())], product() is F16
 
 
 def ones(dtype):

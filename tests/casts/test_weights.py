@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -254,54 +255,96 @@ def test_finite_differences_are_exact(mode, level):
     compare(scenario, level)
 
 
-def test_both_passes_of_sam_see_their_weights(level):
-    def scenario(model, optimizer):
-        first = model(X).square().sum()
-        first.backward()
-        away = grads(model.parameters())
-        for param, grad in zip(model.parameters(), away, strict=True):
-            param.data.add_(grad, alpha=0.125)
-        optimizer.zero_grad()
-        second = model(X).square().sum()
-        second.backward()
-        for param, grad in zip(model.parameters(), away, strict=True):
-            param.data.sub_(grad, alpha=0.125)
-        optimizer.step()
-        return [first, second, *grads(model.parameters()), model(X)]
-
-    compare(scenario, level)
+def both_passes_of_sam(model, optimizer):
+    first = model(X).square().sum()
+    first.backward()
+    away = grads(model.parameters())
+    for param, grad in zip(model.parameters(), away, strict=True):
+        param.data.add_(grad, alpha=0.125)
+    optimizer.zero_grad()
+    second = model(X).square().sum()
+    second.backward()
+    for param, grad in zip(model.parameters(), away, strict=True):
+        param.data.sub_(grad, alpha=0.125)
+    optimizer.step()
+    return [first, second, *grads(model.parameters()), model(X)]
 
 
-def test_functional_calls_use_the_weights_that_they_get(level):
-    def scenario(model, optimizer):
-        def loss(params, x):
-            return torch.func.functional_call(model, params, (x,)).square().sum()
+def functional_calls(model, optimizer):
+    def loss(params, x):
+        return torch.func.functional_call(model, params, (x,)).square().sum()
 
-        params = dict(model.named_parameters())
-        leaves = {name: (p * 0.5).detach().requires_grad_() for name, p in params.items()}
-        results = [model(X), loss(leaves, X), model(X)]
+    params = dict(model.named_parameters())
+    leaves = {name: (p * 0.5).detach().requires_grad_() for name, p in params.items()}
+    results = [model(X), loss(leaves, X), model(X)]
+    with torch.no_grad():
+        for leaf in leaves.values():
+            leaf.mul_(0.5)
+    results += [loss(leaves, X), model(X)]
+    plain = {name: p.detach() for name, p in params.items()}
+    results += torch.func.grad(loss)(plain, X).values()
+    return [*results, model(X)]
+
+
+def recompute(model, optimizer, *, reentrant):
+    x = X.clone().requires_grad_()
+    before = model(X)
+    output = checkpoint(model, x, use_reentrant=reentrant)
+    for param in model.parameters():
+        param.data.mul_(0.5)
+    output.square().sum().backward()
+    return [before, output, *grads(model.parameters()), model(X)]
+
+
+def write_into_a_view_of_a_cast(model, optimizer):
+    factor = model.factor.to(model.low) if isinstance(model, ByHand) else model.factor
+    view = torch.einsum("ij->ji", factor)
+    held = model(X)
+    view.mul_(2)
+    return [held, view.float(), model(X)]
+
+
+def write_in_the_forward(model, optimizer):
+    def halve(module, args, output):
         with torch.no_grad():
-            for leaf in leaves.values():
-                leaf.mul_(0.5)
-        results += [loss(leaves, X), model(X)]
-        plain = {name: p.detach() for name, p in params.items()}
-        results += torch.func.grad(loss)(plain, X).values()
-        return [*results, model(X)]
+            model.first.weight.mul_(0.5)
 
-    compare(scenario, level)
+    model.conv.register_forward_hook(halve)
+    return [model(X), model(X), model(X)]
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_recompute_uses_the_weights_of_its_time(reentrant, level):
-    def scenario(model, optimizer):
-        x = X.clone().requires_grad_()
-        before = model(X)
-        output = checkpoint(model, x, use_reentrant=reentrant)
-        for param in model.parameters():
-            param.data.mul_(0.5)
-        output.square().sum().backward()
-        return [before, output, *grads(model.parameters()), model(X)]
+def training_after_inference_mode(model, optimizer):
+    with torch.inference_mode():
+        before = model(X).clone()
+    loss = model(X).square().sum()
+    loss.backward()
+    return [before, loss, *grads(model.parameters())]
 
+
+def gradients_that_inference_mode_enables(model, optimizer):
+    held = model(X)
+    with torch.inference_mode(), torch.enable_grad():
+        evaluated = model(X).clone()
+    loss = held.square().sum() + model(X).square().sum()
+    loss.backward()
+    return [evaluated, loss, *grads(model.parameters())]
+
+
+def trace(model, optimizer):
+    held = model(X)
+    traced = make_fx(model)(X)
+    counted(model, optimizer)
+    return [held, traced(X)]
+
+
+SCENARIOS = [both_passes_of_sam, functional_calls]
+SCENARIOS += [functools.partial(recompute, reentrant=each) for each in (True, False)]
+SCENARIOS += [write_into_a_view_of_a_cast, write_in_the_forward, training_after_inference_mode]
+SCENARIOS += [gradients_that_inference_mode_enables, trace]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_pass_uses_the_weights_of_its_time(scenario, level):
     compare(scenario, level)
 
 
@@ -317,6 +360,14 @@ def test_another_thread_sees_what_this_one_wrote(level):
     compare(scenario, level, ["initialize"])  # the others cast in their own thread
 
 
+def assert_a_write_is_seen(written, model, output):
+    """Checks a model after a write to a part of it, while its earlier output is alive."""
+    counted(written, None)
+    expected = copy.deepcopy(model)(X)
+    assert same(model(X), expected)
+    assert not same(output, expected)
+
+
 def test_a_write_is_seen_after_another_thread_ended_casts_within_a_forward(level):
     model, other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)
     amp.initialize([model, other], opt_level=level, verbosity=0)
@@ -325,20 +376,12 @@ def test_a_write_is_seen_after_another_thread_ended_casts_within_a_forward(level
     )
     kept = model(X)
     between.remove()
-    counted(model, None)
-    expected = copy.deepcopy(model)(X)
-    assert same(model(X), expected)
-    assert not same(kept, expected)
+    assert_a_write_is_seen(model, model, kept)
 
 
-class Outer(nn.Module):
-    def __init__(self, layer, inner):
-        super().__init__()
-        self.layer = layer
-        self.hidden = [inner]
-
-    def forward(self, x):
-        return self.layer(x), self.hidden[0](x), self.layer(x)
+def around(inner, layer):
+    """A model with a layer that calls another model, which is no part of it, in between."""
+    return Body(lambda self, x: (self.layer(x), inner(x), self.layer(x)), layer=layer)
 
 
 def all_same(outputs, layer, dtypes):
@@ -358,7 +401,7 @@ def test_two_sessions_cast_a_shared_weight_to_their_own_dtypes(level, mode):
     inner, _ = prepared(other, model=nn.Sequential(layer), loss_scale=1.0)
     with torch.autocast("cpu", low, cache_enabled=True):
         assert all_same([layer(X), inner(X), layer(X)], layer, [low, other_low, low])
-    outer, _ = prepared(level, model=Outer(layer, inner), loss_scale=1.0)
+    outer, _ = prepared(level, model=around(inner, layer), loss_scale=1.0)
     held = []
     for _ in range(2):
         with mode():
@@ -367,18 +410,16 @@ def test_two_sessions_cast_a_shared_weight_to_their_own_dtypes(level, mode):
         layer.weight.data.mul_(0.5)
 
 
-@pytest.mark.parametrize("level", LOW)
 def test_a_model_that_only_the_forward_of_another_calls_is_cast_again(level):
     layer = nn.Linear(4, 4)
     inner, _ = prepared(level, model=nn.Sequential(layer), loss_scale=1.0)
-    outer, _ = prepared(level, model=Outer(nn.Linear(4, 4), inner), loss_scale=1.0)
+    outer, _ = prepared(level, model=around(inner, nn.Linear(4, 4)), loss_scale=1.0)
     held = outer(X)
     layer.weight.data.mul_(0.5)
     assert all_same([outer(X)[1]], layer, [LOW[level]])
     del held
 
 
-@pytest.mark.parametrize("level", LOW)
 def test_a_weight_that_a_part_without_weights_gets_later_is_cast_again(level):
     part, layer = nn.Module(), nn.Linear(4, 4)
     body = Body(lambda self, x: F.linear(x, self.part.weight, self.part.bias), part=part)
@@ -387,23 +428,16 @@ def test_a_weight_that_a_part_without_weights_gets_later_is_cast_again(level):
         model(X)
     part.weight, part.bias = layer.weight, layer.bias
     held = model(X)
-    counted(layer, None)
-    expected = copy.deepcopy(model)(X)
-    assert same(model(X), expected)
-    assert not same(held, expected)
+    assert_a_write_is_seen(layer, model, held)
 
 
-@pytest.mark.parametrize("level", LOW)
 def test_a_weight_of_a_part_that_a_script_adds_is_cast_again(level):
     model, _ = prepared(level, model=nn.Sequential(nn.Linear(4, 4)))
     model(X)
     layer = nn.Linear(4, 4)
     model.append(layer)
     held = model(X)
-    counted(layer, None)
-    expected = copy.deepcopy(model)(X)
-    assert same(model(X), expected)
-    assert not same(held, expected)
+    assert_a_write_is_seen(layer, model, held)
 
 
 class Subclass(nn.Parameter):
@@ -439,54 +473,6 @@ def test_a_write_is_seen_whatever_the_weights_are(change, level):
     compare(scenario, level)
 
 
-@pytest.mark.parametrize("level", LOW)
-def test_a_write_into_a_view_of_a_cast_stays_there(level):
-    def scenario(model, optimizer):
-        factor = model.factor.to(model.low) if isinstance(model, ByHand) else model.factor
-        view = torch.einsum("ij->ji", factor)
-        held = model(X)
-        view.mul_(2)
-        return [held, view.float(), model(X)]
-
-    compare(scenario, level)
-
-
-def test_a_weight_that_the_forward_writes_is_cast_again(level):
-    def scenario(model, optimizer):
-        def halve(module, args, output):
-            with torch.no_grad():
-                model.first.weight.mul_(0.5)
-
-        model.conv.register_forward_hook(halve)
-        return [model(X), model(X), model(X)]
-
-    compare(scenario, level)
-
-
-def test_training_follows_an_evaluation_in_inference_mode(level):
-    def scenario(model, optimizer):
-        with torch.inference_mode():
-            before = model(X).clone()
-        loss = model(X).square().sum()
-        loss.backward()
-        return [before, loss, *grads(model.parameters())]
-
-    compare(scenario, level)
-
-
-def test_gradients_that_inference_mode_enables_have_no_effect(level):
-    def scenario(model, optimizer):
-        held = model(X)
-        with torch.inference_mode(), torch.enable_grad():
-            evaluated = model(X).clone()
-        loss = held.square().sum() + model(X).square().sum()
-        loss.backward()
-        return [evaluated, loss, *grads(model.parameters())]
-
-    compare(scenario, level)
-
-
-@pytest.mark.parametrize("level", LOW)
 def test_a_pass_without_gradients_around_one_with_gradients_keeps_no_cast(level):
     layer, inner = nn.Linear(4, 4), nn.Linear(4, 4)
 
@@ -501,27 +487,6 @@ def test_a_pass_without_gradients_around_one_with_gradients_keeps_no_cast(level)
     counted(outer, None)
     assert all_same(outer(X)[:1], layer, [LOW[level]])
     del held
-
-
-def test_a_restored_model_computes_in_fp32():
-    plain = Layers()
-    model, optimizer = prepared("O4", model=copy.deepcopy(plain))
-    output = model(X)  # which still awaits its backward pass
-    amp.restore(model, optimizer)
-    assert torch.equal(model(X), plain(X))
-    del output
-
-
-def test_a_trace_has_the_casts_in_it(level):
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    def scenario(model, optimizer):
-        held = model(X)
-        traced = make_fx(model)(X)
-        counted(model, optimizer)
-        return [held, traced(X)]
-
-    compare(scenario, level)
 
 
 # -- what is kept ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from tests.support.features import TORCH_VERSION
-from tests.support.loops import in_a_thread, loss_scale, masters, prepared
+from tests.support.loops import in_a_thread, loss_scale, masters
 from tests.support.reference import plain_loops
 
 UNTRACED = "this torch does not trace the context of a generator"
@@ -42,17 +42,6 @@ class BoundaryNet(nn.Module):
         product = torch.einsum("bij,bkj->bik", head, head).softmax(-1)
         given = {"conv": conv, "batch_norm": batch_norm, "layer_norm": layer_norm, "head": head}
         return {**given, "pooled": pooled, "product": product, "logits": F.log_softmax(pooled, 1)}
-
-
-def net_and_optimizer(level, **options):
-    torch.manual_seed(0)
-    return prepared(level, model=BoundaryNet(), **options)
-
-
-def inputs(batch=3, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(batch, 2, 3, generator=generator)
-    return x, torch.randint(2, (batch,), generator=generator)
 
 
 def loss_fn(model, x, y):

@@ -23,8 +23,8 @@ def backward(model, optimizer, loss):
 
 
 def test_compiled_model_and_loss_give_dtypes_values_and_gradients_of_eager(level):
-    model, optimizer = cases.net_and_optimizer(level, loss_scale=16.0)
-    x, y = cases.inputs()
+    model, optimizer = loops.prepared(level, model=cases.BoundaryNet(), loss_scale=16.0)
+    x, y = torch.randn(3, 2, 3), torch.randint(2, (3,))
     loss, outputs = cases.loss_fn(model, x, y)
     gradients = backward(model, optimizer, loss)
     run, graphs = cases.compiled(cases.loss_fn)

@@ -1,12 +1,10 @@
 """What amp costs: host syncs per iteration, and stored bytes per parameter."""
 
-import sys
-
 import pytest
 from torch import nn
 
 from tests.support import loops
-from tests.support.host_reads import reads_of, waits_are_errors
+from tests.support.host_reads import calls_inside, reads_of, waits_are_errors
 
 level = loops.at_levels(*loops.MIXED)
 
@@ -68,21 +66,10 @@ def test_a_step_of_fp32_weights_that_amp_has_not_prepared_walks_through_no_model
     assert model[0].walks == before
 
 
-def python_calls(function, *args):
-    """The number of Python functions that a call runs."""
-    names = []
-    sys.setprofile(lambda frame, event, _: event == "call" and names.append(event))
-    try:
-        function(*args)
-    finally:
-        sys.setprofile(None)
-    return len(names)
-
-
 def test_an_iteration_costs_the_same_for_each_other_model(level):
     pairs = [loops.trained(level)]
     counts = []
     for _ in range(3):
         pairs += [loops.trained(level) for _ in range(20)]
-        counts.append(python_calls(loops.train_step, *pairs[0], *loops.batch()))
+        counts.append(calls_inside(loops.train_step, *pairs[0], *loops.batch()))
     assert counts[2] - counts[1] < 1.2 * (counts[1] - counts[0]) + 20

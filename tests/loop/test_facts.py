@@ -5,18 +5,16 @@ import pytest
 from apex import amp
 from tests.support import loops
 
+SCALE = {"loss_scale": "dynamic", "max_loss_scale": 2.0**8}
+"""A loss scale that fp16 gradients of a few units survive."""
+
 
 def initialize(models, optimizers, level):
-    """With a loss scale that fp16 gradients of a few units survive."""
-    amp.initialize(models, optimizers, opt_level=level, verbosity=0, loss_scale="dynamic")
-    amp._amp_state.loss_scalers[0]._loss_scale = 2.0**8
+    amp.initialize(models, optimizers, opt_level=level, verbosity=0, **SCALE)
 
 
 def made(level):
-    model = loops.Weights()
-    optimizer = loops.sgd(model.parameters())
-    initialize(model, optimizer, level)
-    return model, optimizer
+    return loops.prepared(level, model=loops.Weights(), **SCALE)
 
 
 def failing_block(loss, optimizer):
@@ -93,70 +91,6 @@ def test_gradients_cleared_after_a_delayed_block_are_not_checked_with_those_that
 
 
 # -- an overflow -----------------------------------------------------------------------------
-
-# What blocks of another optimizer, own ones and the script do to one gradient; whether it steps.
-BLOCKS = {
-    "inf": False,
-    "inf other": False,
-    "inf other own": False,
-    "inf zero own": True,
-    "inf none own": True,
-    "inf none other own": True,
-    "inf other zero own": True,
-    "inf zero other own": True,
-    "inf own zero own": False,
-    "inf zeros own": True,
-    "inf step fill own": True,
-}
-
-
-@pytest.mark.parametrize(("moves", "steps"), BLOCKS.items())
-@pytest.mark.parametrize("level", ["O1"])
-def test_an_overflow_in_another_s_block_skips_unless_it_is_cleared(level, moves, steps):
-    """In an own block, it skips also if it is cleared."""
-    model = loops.Weights()
-    other, own = loops.sgd([model.a]), loops.sgd([model.b])
-    initialize(model, [other, own], level)
-    for move in moves.split():
-        if move in ("zero", "zeros"):
-            own.zero_grad(set_to_none=move == "zero")
-        elif move == "none":
-            model.b.grad = None
-        elif move == "fill":
-            model.b.grad.fill_(1.0)
-        elif move == "step":
-            own.step()
-        elif move == "own":
-            loops.scaled_backward(model(b=1.0), own)
-        else:
-            value = float("inf") if move == "inf" else 1.0
-            loops.scaled_backward(model(a=1.0, b=value), other)
-    own.step()
-    assert (model.b[0].item() != 1.0) == steps
-
-
-@pytest.mark.parametrize("level", loops.DYNAMIC)
-def test_what_a_delayed_block_has_left_is_checked_although_others_are_cleared(level):
-    model = loops.Weights()
-    optimizer, sharer = loops.sgd(model.parameters()), loops.sgd([model.b])
-    initialize(model, [optimizer, sharer], level)
-    loops.scaled_backward(model(a=float("inf"), b=1.0), optimizer, delay_unscale=True)
-    sharer.zero_grad()
-    optimizer.step()
-    assert weights(model) == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("level", loops.DYNAMIC)
-def test_an_overflow_in_lent_gradients_outlives_later_blocks_for_all_that_share_them(level):
-    nets = [loops.Weights(), loops.Weights()]
-    borrower = loops.sgd(nets[0].parameters())
-    lenders = [loops.sgd(nets[1].parameters()) for _ in range(2)]
-    initialize(nets, [borrower, *lenders], level)
-    for value in (float("inf"), 1.0):
-        loops.scaled_backward(nets[0](a=1.0) + nets[1](a=value, b=1.0), borrower)
-    for lender in lenders:
-        lender.step()
-    assert weights(nets[1]) == [1.0, 1.0]
 
 
 def overflowed(level, forgets, make_optimizer=loops.sgd):

@@ -224,9 +224,7 @@ class ClearsOne(loops.Weights):
 
 @some_levels
 def test_a_zero_grad_of_the_models_own_clears_what_it_clears(level):
-    model = ClearsOne()
-    optimizer = loops.sgd(model.parameters())
-    initialize(model, optimizer, level)
+    model, optimizer = loops.prepared(level[:2], model=ClearsOne(), **OPTIONS[level])
     loops.scaled_backward(model(a=1.0, b=1.0), optimizer, delay_unscale=True)
     model.zero_grad()
     loops.scaled_backward(model(a=2.0, b=2.0), optimizer)
@@ -609,16 +607,6 @@ def test_a_pass_through_two_outputs_takes_no_memory_of_fp32(is_deleted):
         del model
     (hidden + output).sum().backward()
     assert {layer.weight.grad.dtype for layer in layers} == {torch.bfloat16}
-
-
-@masters
-def test_a_gradient_after_zeros_and_none_is_the_new_one(level):
-    training = Training(level)
-    training.block(*ONE)
-    training.optimizer.zero_grad(set_to_none=False)
-    training.model.zero_grad()
-    training.plain(*TWO)
-    assert training.grads("groups") == training.grads("model") == [*TWO]
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")

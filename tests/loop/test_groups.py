@@ -55,21 +55,6 @@ def test_a_bad_group_is_refused_and_nothing_changes(level, make, error, words):
     assert len(optimizer.param_groups) == 1
 
 
-def test_groups_that_are_built_anew_step_the_same_masters(level):
-    pairs = [loops.prepared(level, loops.OPTIMIZERS["Adam"]) for _ in range(2)]
-    (model, optimizer), expected = pairs
-    loops.train(model, optimizer, 2)
-    optimizer.param_groups.clear()
-    optimizer.add_param_group({"params": model.parameters()})
-    loops.train(model, optimizer, 2)
-    loops.train(*expected, 2)
-    loops.train(*expected, 2)
-    assert loops.same(loops.masters(optimizer), loops.masters(expected[1]))
-    del optimizer.param_groups[0]["params"][0]
-    optimizer.add_param_group({"params": [model[0].weight]})
-    assert len(loops.masters(optimizer)) == 4
-
-
 @loops.every(joins=["group", "unfrozen"], name=["Adagrad", "SGD"])
 def test_weights_that_join_later_are_trained_by_fused_optimizers_as_by_torch_s(level, joins, name):
     if (joins, name) == ("group", "Adagrad") and not adagrad_takes_groups:

@@ -6,16 +6,6 @@ import torch
 from apex import amp
 from tests.support import loops
 
-
-def scales_after(gradients, level="O1", **options):
-    model, optimizer = loops.one_weight(level, **options)
-    history = []
-    for gradient in gradients:
-        loops.descend(loops.slope(model, gradient), optimizer)
-        history.append(loops.loss_scale())
-    return history
-
-
 OK, INF = 1e-3, float("inf")
 
 
@@ -34,8 +24,10 @@ HISTORIES = {
 
 @pytest.mark.parametrize(("options", "gradients", "exponents"), HISTORIES.values(), ids=HISTORIES)
 def test_the_scale_follows_the_gradients(options, gradients, exponents):
-    options = {"loss_scale": "dynamic", **options}
-    assert scales_after(gradients, **options) == [2.0**exponent for exponent in exponents]
+    model, optimizer = loops.one_weight(**{"level": "O1", "loss_scale": "dynamic", **options})
+    for gradient, exponent in zip(gradients, exponents, strict=True):
+        loops.descend(loops.slope(model, gradient), optimizer)
+        assert loops.loss_scale() == 2.0**exponent
 
 
 def test_the_scale_doubles_after_exactly_2000_clean_steps():

@@ -186,8 +186,7 @@ def test_sharpness_aware_steps_perturb_the_model(level, form):
     assert loops.agree(model, optimizer)
 
 
-@pytest.mark.parametrize("base", ["SGD", "fused AdamW"])
-@pytest.mark.parametrize("order", ["before", "after"])
+@loops.every(base=["SGD", "fused AdamW"], order=["before", "after"])
 def test_lookahead_moves_model_and_masters(level, order, base):
     model = loops.net()
     optimizer = loops.OPTIMIZERS[base](model.parameters())
@@ -203,8 +202,7 @@ def test_lookahead_moves_model_and_masters(level, order, base):
     assert loops.same([q for slow in outer.slow for q in slow], loops.masters(optimizer))
 
 
-@pytest.mark.parametrize("clears_first", [False, True])
-@pytest.mark.parametrize("base", ["SGD", "fused AdamW"])
+@loops.every(clears_first=[False, True], base=["SGD", "fused AdamW"])
 def test_an_optimizer_that_amp_has_not_seen_steps_the_masters(level, base, clears_first):
     """The same optimizer as the prepared one, made anew by the script, over its groups."""
 
@@ -256,8 +254,7 @@ def test_a_hook_of_the_step_writes_weights_that_stay(level, name, when, schedule
         assert found == pytest.approx(expected, rel=2**-8)
 
 
-@pytest.mark.parametrize("in_thread", [False, True])
-@pytest.mark.parametrize("name", ["SGD", "fused AdamW"])
+@loops.every(in_thread=[False, True], name=["SGD", "fused AdamW"])
 def test_a_model_that_runs_during_a_step_gets_what_the_step_writes_after_it(level, name, in_thread):
     """Fused kernels write without counting."""
     (model, optimizer), plain = (loops.prepared(level, loops.OPTIMIZERS[name]) for _ in range(2))
@@ -347,8 +344,7 @@ def test_two_optimizers_over_the_same_weights_share_one_master(names, joined):
 # -- memory ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fused AdamW", "fused SGD", "Adam"])
-@pytest.mark.parametrize("moved", [0, 1])
+@loops.every(name=["fused AdamW", "fused SGD", "Adam"], moved=[0, 1])
 def test_a_model_moved_to_channels_last_trains_alike(name, moved):
     x, results = torch.randn(2, 3, 4, 4), []
     for channels_last in (False, True):

@@ -2,7 +2,6 @@
 
 import copy
 import re
-import threading
 import warnings
 from contextlib import nullcontext
 
@@ -207,23 +206,13 @@ def two(level, **options):
 def test_other_optimizers_passes_in_other_threads_are_no_mistake(level):
     nets, (first, second) = two(level)
     x, y = loops.batch()
+
+    def train_second(_):
+        loops.in_a_thread(lambda: loops.train_step(nets[1], second, 0.01 * x, y))
+
     with amp.scale_loss(loops.loss_of(nets[0], 0.01 * x, y), first) as scaled_loss:
-        begin, end = threading.Event(), threading.Event()
-
-        def train_second():
-            begin.wait(9)
-            loops.train_step(nets[1], second, 0.01 * x, y)
-            end.set()
-
-        def while_it_runs(_):
-            begin.set()
-            end.wait(9)
-
-        nets[0][0].bias.register_hook(while_it_runs)
-        thread = threading.Thread(target=train_second)
-        thread.start()
+        nets[0][0].bias.register_hook(train_second)
         scaled_loss.backward()
-        thread.join()
     loops.backward(nets[1], second, 0.01 * x, y)
     second.step()
     first.step()

@@ -18,18 +18,6 @@ def held(model, optimizer):
     return loops.values(model.parameters()), loops.masters(optimizer)
 
 
-@pytest.mark.parametrize("option", ["delay_unscale", "delay_overflow_check"])
-def test_a_delayed_overflow_moves_the_scale_with_the_next_pass_and_skips(level, option):
-    model, optimizer = loops.prepared(level, **DYNAMIC)
-    before = loops.masters(optimizer)
-    loops.backward(model, optimizer, *loops.overflowing(), **{option: True})
-    assert loops.loss_scale() == 2.0**16
-    loops.backward(model, optimizer, *loops.batch())
-    assert loops.loss_scale() == 2.0**15
-    optimizer.step()
-    assert loops.same(before, loops.masters(optimizer))
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_step_inside_the_block_is_skipped_and_moves_the_scale_once(level):
     model, optimizer = loops.prepared(level)

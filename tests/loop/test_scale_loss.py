@@ -214,7 +214,7 @@ def test_after_an_exception_inside_all_goes_on_as_if_nothing_had_happened(level,
     assert loops.same(loops.masters(optimizer), loop.stepped)
     assert loops.loss_scale() == loop.scale
     if level == "O1":
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float16
+        assert loops.product() is torch.float16
 
 
 def test_an_exception_after_zero_grad_inside_the_block_leaves_no_gradients(level):
@@ -223,18 +223,6 @@ def test_an_exception_after_zero_grad_inside_the_block_leaves_no_gradients(level
     fail(model, optimizer, clears=True)
     found = loops.grads([*model.parameters(), *amp.master_params(optimizer)])
     assert found == [None] * len(found)
-
-
-@pytest.mark.parametrize("level", loops.DYNAMIC)
-def test_gradients_that_were_zero_are_zero_again_after_a_block_that_fails(level):
-    model, optimizer = loops.prepared(level, model=loops.Weights(), loss_scale=8.0)
-    loops.scaled_backward(model(a=1.0, b=1.0), optimizer)
-    optimizer.zero_grad(set_to_none=False)
-    block = amp.scale_loss(model(a=4.0, b=4.0), optimizer)
-    block.__enter__().backward()
-    block.__exit__(KeyError, KeyError(), None)
-    loops.scaled_backward(model(a=3.0), optimizer)
-    assert [master.grad[0].item() for master in amp.master_params(optimizer)] == [3.0, 0.0]
 
 
 @pytest.mark.parametrize("level", loops.MIXED)

@@ -75,22 +75,20 @@ def test_sparse_and_dense_gradients_of_one_parameter_add_up(level, dense_first):
     assert torch.equal(grad, expected)
 
 
-class Rotation(nn.Module):
+def rotate(self, x):
+    return (self.linear(x).to(torch.complex64) * self.factor).abs()
+
+
+def rotation():
     """A linear layer and a complex factor."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-        self.factor = nn.Parameter(torch.tensor([1.0 + 1.0j, 0.5 - 0.5j]))
-
-    def forward(self, x):
-        return (self.linear(x).to(torch.complex64) * self.factor).abs()
+    factor = nn.Parameter(torch.tensor([1.0 + 1.0j, 0.5 - 0.5j]))
+    return loops.Body(rotate, linear=nn.Linear(4, 2), factor=factor)
 
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_complex_parameters_keep_their_type_and_get_true_gradients(level, passes):
-    model, optimizer = loops.prepared(level, model=Rotation(), loss_scale=8.0)
-    twin, _ = loops.prepared(level, model=Rotation(), loss_scale=1.0)
+    model, optimizer = loops.prepared(level, model=rotation(), loss_scale=8.0)
+    twin, _ = loops.prepared(level, model=rotation(), loss_scale=1.0)
     twin.load_state_dict(model.state_dict())
     x, _ = loops.batch()
     for _ in range(passes):
@@ -107,7 +105,7 @@ def test_inf_in_such_a_gradient_skips_the_step(level, kind):
         model, optimizer = embedding(level, "SparseAdam", loss_scale="dynamic")
         loss = squares(model)
     else:
-        model, optimizer = loops.prepared(level, model=Rotation(), loss_scale="dynamic")
+        model, optimizer = loops.prepared(level, model=rotation(), loss_scale="dynamic")
         loss = model.factor.abs().sum()
     before = loops.masters(optimizer)
     loops.descend(loss * float("inf"), optimizer)

@@ -8,14 +8,11 @@ from torch import nn
 
 from apex import amp
 from tests.support import loops
+from tests.support.loops import product
 
 FP32 = torch.float32
 level = loops.at_levels("O1", "O4")
 low = pytest.fixture(lambda level: loops.LEVELS[level].compute)
-
-
-def product():
-    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
 
 
 class Multiplies(torch.optim.Optimizer):

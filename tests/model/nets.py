@@ -17,11 +17,6 @@ class BufferNet(nn.Module):
         self.register_buffer("shift", torch.full((2,), 1 / 3))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, x, *, scale=None):
-        """Docs of the model."""
-        y = self.last(self.norm(self.first(x)).relu()) + self.shift
-        return y if scale is None else y * scale
-
 
 class Tied(nn.Module):
     def __init__(self):
@@ -50,19 +45,14 @@ def converted(model, level="O5", **options):
     return amp.initialize(model, opt_level=level, verbosity=0, **options)
 
 
-def with_masters(model, level="O5"):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-
-
 def exact_of(model, optimizer, name):
     masters = amp.master_params(optimizer)
     names = [name for name, _ in model.named_parameters()]
     return dict(zip(names, masters, strict=True))[name]
 
 
-def x(rows=4):
-    return torch.linspace(-1, 1, rows * 3).view(rows, 3)
+def x():
+    return torch.linspace(-1, 1, 12).view(4, 3)
 
 
 def dtypes_of(model):

@@ -1,7 +1,5 @@
 """DataParallel: the wrapper itself, and its replicas in threads."""
 
-import threading
-
 import torch
 from torch import nn
 
@@ -40,11 +38,7 @@ class DataParallelOnCPU(nn.Module):
         def work(rank):
             outputs[rank] = replicas[rank](halves[rank])
 
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        loops.in_two_threads(work)
         return torch.cat(outputs)
 
 

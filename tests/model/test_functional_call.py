@@ -17,10 +17,6 @@ def inference(level, seed=0):
     return amp.initialize(loops.net(seed), opt_level=level, verbosity=0)
 
 
-def params_of(model):
-    return {name: param.detach() for name, param in model.named_parameters()}
-
-
 def by_hand(level):
     """The model as a function of parameters and input, with the level's casts written out."""
     rules = loops.LEVELS[level]
@@ -65,7 +61,7 @@ def test_gradients_per_sample_are_those_of_explicit_casts(level):
     model = inference(level)
     x, y = loops.batch()
     per_sample = (None, 0, 0)
-    params = params_of(model)
+    params = {name: param.detach() for name, param in model.named_parameters()}
     gradient = grad(sample_loss(lambda p, x: functional_call(model, p, (x,))))
     got = vmap(gradient, per_sample)(params, x, y)
     with amp.disable_casts():

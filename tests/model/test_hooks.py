@@ -10,10 +10,6 @@ from tests.support import loops
 from tests.support.reference.plain_loops import Loop
 
 
-def initialized(level, model, optimizers):
-    return amp.initialize(model, optimizers, opt_level=level, verbosity=0)
-
-
 class Log(list):
     """What the hooks of a model and its optimizer saw, in order."""
 
@@ -73,7 +69,7 @@ def test_every_hook_runs_once_in_order_and_in_the_level_s_dtypes_also_after_rest
     optimizer = loops.sgd(model.parameters())
     if when == "before initialize":
         log.attach(model, optimizer)
-    initialized(level, model, optimizer)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     if when == "after initialize":
         log.attach(model, optimizer)
     said = pytest.warns(match="A hook on a 16-bit parameter") if level == "O2" else nullcontext()
@@ -121,7 +117,7 @@ def test_optimizers_may_step_in_the_backward_pass(level, scaled, stepping):
     model = loops.net()
     loop = Loop(level, model.parameters(), loops.sgd)
     optimizers = stepping(model)
-    initialized(level, model, optimizers)
+    amp.initialize(model, optimizers, opt_level=level, verbosity=0)
     for x, y in loops.batches(3):
         loops.backward(model, optimizers, x, y) if scaled else loops.loss_of(model, x, y).backward()
         loop.train_step(x, y)
@@ -133,7 +129,7 @@ def test_optimizers_may_step_in_the_backward_pass(level, scaled, stepping):
 def test_a_step_in_the_backward_pass_of_a_scaled_loss_is_refused(level, stepping):
     model = loops.net()
     optimizers = stepping(model)
-    initialized(level, model, optimizers)
+    amp.initialize(model, optimizers, opt_level=level, verbosity=0)
     before = loops.values(model.parameters())
     with pytest.raises(RuntimeError, match="Step after the pass, or use a loss scale of 1"):
         loops.backward(model, optimizers, *loops.batch())

@@ -1,7 +1,6 @@
 """A prepared model is still its owner's object: what real classes do with themselves goes on."""
 
 import copy
-import sys
 import traceback
 
 import pytest
@@ -11,9 +10,8 @@ from torch import nn
 from apex import amp
 from tests.model.idioms import IDIOMS
 from tests.model.test_data_parallel import replicate
-from tests.support.loops import at_levels, descend, prepared, saved_and_loaded
-
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+from tests.support.host_reads import calls_inside
+from tests.support.loops import LEVELS, at_levels, prepared, saved_and_loaded
 
 
 def plain(value):
@@ -75,31 +73,6 @@ def test_an_error_of_the_model_keeps_its_text_and_its_lines(level, error):
         assert raised.value.__cause__ is None
 
 
-class Groups(nn.Linear):
-    """Its ``parameters()`` are an optimizer's groups, as in nerfstudio's fields."""
-
-    def parameters(self, recurse=True):
-        return [{"params": [self.weight]}, {"params": [self.bias], "lr": 0.2}]
-
-
-def test_a_model_whose_parameters_are_groups_trains_as_one_whose_are_not(level):
-    trained = []
-    for cls in (Groups, nn.Linear):
-        torch.manual_seed(0)
-        model = cls(2, 2)
-        groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.2}]
-        optimizer = torch.optim.SGD(groups, lr=0.1)
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=4.0)
-        beside = nn.Parameter(torch.ones(1))
-        beside.grad = torch.ones(1)
-        torch.optim.SGD([beside], lr=0.5).step()  # of no prepared model
-        assert beside.item() == 0.5
-        for _ in range(2):
-            descend(model(torch.ones(1, 2)).float().sum(), optimizer)
-        trained.append(model.state_dict())
-    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[1])
-
-
 # -- methods that see written masters --------------------------------------------------------------
 
 
@@ -153,22 +126,6 @@ def test_every_use_sees_masters_that_a_script_has_written(level, use):
 # -- many models -----------------------------------------------------------------------------------
 
 
-def calls_of(function):
-    """Returns how many calls of Python functions a call makes."""
-    count = 0
-
-    def profile(frame, event, arg):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
 def test_a_forward_costs_the_same_beside_many_models(level):
     counts = []
     for number in (1, 50):
@@ -178,6 +135,6 @@ def test_a_forward_costs_the_same_beside_many_models(level):
         amp.initialize(models, optimizer, opt_level=level, verbosity=0)
         for _ in range(300):
             models[0](torch.ones(1, 2))
-        counts.append(calls_of(lambda models=models: models[0](torch.ones(1, 2))))
+        counts.append(calls_inside(models[0], torch.ones(1, 2)))
         amp.restore(models, optimizer)
     assert counts[0] == counts[1]

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from apex import amp
 from tests.model.nets import LOW, Echo, converted
 from tests.support.features import TORCH_VERSION
+from tests.support.loops import every, messages
 
 Point = namedtuple("Point", "x y")
 
@@ -325,8 +326,7 @@ class Timed(nn.Module):
         return self.body(x).sum() * 0 + self.embed(timestep[:, None])
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@every(by_name=[False, True], level=["O2", "O3", "O5"])
 def test_a_named_input_arrives_exactly(level, by_name):
     options = {"fp32_modules": ["embed"], "fp32_inputs": ("timestep",), "cast_model_outputs": None}
     model = converted(Timed(), level, **options)
@@ -343,16 +343,11 @@ def test_a_named_input_arrives_exactly(level, by_name):
     assert torch.equal(embedded[0][:, 0], times)
 
 
-class Coded(Echo):
-    def forward(self, x, **kwargs):
-        return super().forward(x, **kwargs)
-
-
 def test_without_it_the_input_is_rounded_and_whole_containers_may_be_named():
     model = converted(Timed(), fp32_modules=["embed"])
     model(torch.ones(1, 2), torch.tensor([998.39]))
     assert model.seen[1].item() == 1000.0
-    model = converted(Coded(), fp32_inputs=["codes"])
+    model = converted(Echo(), fp32_inputs=["codes"])
     codes = {"a": [torch.tensor([257.0])]}
     model(torch.ones(1), codes=codes)
     assert model.seen[1]["codes"] is codes
@@ -463,9 +458,9 @@ def test_an_argument_that_is_written_in_vain_is_named_once(caplog, level, make, 
         else:
             model(torch.ones(1, 2), make(cache))
     assert cache.count_nonzero() == 0
-    (record,) = caplog.records
-    assert "writes into its argument cache" in record.getMessage()
-    assert "fp32_inputs=['cache']" in record.getMessage()
+    (text,) = messages(caplog)
+    assert "writes into its argument cache" in text
+    assert "fp32_inputs=['cache']" in text
 
 
 class Filling(nn.Linear):
@@ -478,32 +473,26 @@ class Filling(nn.Linear):
             batch["x"] = super().forward(batch["x"])
 
 
+FILLED = [("O4", torch.float32, True), ("O5", LOW, True)]
+FILLED += [(level, torch.float32, False) for level in ("O2", "O5")]
+
+
 @pytest.mark.parametrize("make", [lambda x: [x], lambda x: {"x": x}], ids=["list", "dict"])
-@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
-def test_a_result_that_is_left_in_a_cast_argument_is_named_once(caplog, level, make):
+@pytest.mark.parametrize(("level", "dtype", "arrives"), FILLED)
+def test_a_result_that_is_left_in_an_argument_arrives_or_is_named_once(
+    caplog, level, dtype, arrives, make
+):
     model = converted(Filling(2, 2), level)
     for _ in range(2):
-        batch = make(torch.ones(1, 2))
+        batch = make(torch.ones(1, 2, dtype=dtype))
         model(batch)
         *_, last = batch.values() if isinstance(batch, dict) else batch
-        assert last.requires_grad == (level == "O4")
-    texts = [record.getMessage() for record in caplog.records]
-    if level == "O4":
-        assert not texts
-    else:
-        (text,) = texts
+        assert last.requires_grad == arrives
+    texts = messages(caplog)
+    assert len(texts) == (not arrives)
+    for text in texts:
         assert "writes into its argument batch" in text
         assert "fp32_inputs=['batch']" in text
-
-
-@pytest.mark.parametrize("make", [lambda x: [x], lambda x: {"x": x}], ids=["list", "dict"])
-def test_a_result_that_is_left_in_an_argument_as_it_is_arrives(caplog, make):
-    model = converted(Filling(2, 2), "O5")
-    batch = make(torch.ones(1, 2, dtype=LOW))
-    model(batch)
-    *_, last = batch.values() if isinstance(batch, dict) else batch
-    assert last.requires_grad
-    assert not caplog.records
 
 
 UNCAST = [

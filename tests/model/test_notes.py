@@ -8,13 +8,9 @@ from torch import nn
 
 from apex import amp
 from tests.model.nets import LOW, converted
-from tests.support.loops import Body, at_levels, descend, prepared
+from tests.support.loops import Body, at_levels, descend, every, messages, prepared
 
 level = at_levels("O2", "O3", "O5")
-
-
-def messages(caplog):
-    return [record.getMessage() for record in caplog.records if record.name == "apex"]
 
 
 def named_once(caplog, *words):
@@ -22,8 +18,8 @@ def named_once(caplog, *words):
     assert [word for word in words if word not in text] == []
 
 
-def train_prepared(model, steps=4, level="O5", after=lambda model: None, lr=0.1, **options):
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+def train_prepared(model, steps=4, level="O5", after=lambda model: None, **options):
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
     for _ in range(steps):
         descend(model(torch.ones(2, 4)).float().mean(), optimizer)
@@ -103,8 +99,7 @@ def test_tables_that_lose_nothing_or_have_no_order_are_not_named(caplog, name):
         assert not messages(caplog), level
 
 
-@pytest.mark.parametrize("shape", [(1, 4096), (4096, 1), (8, 512), (4096,)])
-@pytest.mark.parametrize("sign", [1, -1])
+@every(shape=[(1, 4096), (4096, 1), (8, 512), (4096,)], sign=[1, -1])
 def test_ordered_tables_of_any_shape_are_named(caplog, shape, sign):
     table = sign * torch.linspace(0, 1, 4096).view(shape)
     converted(nn.Sequential(positions(table)))
@@ -211,8 +206,7 @@ class Momentum(nn.Module):
         return self.student(x) - self.teacher(x).detach()
 
 
-@pytest.mark.parametrize("how", ["in place", "foreach", "data", "data in place"])
-@pytest.mark.parametrize("inside", [False, True])
+@every(how=["in place", "foreach", "data", "data in place"], inside=[False, True])
 def test_a_momentum_teacher_is_named_once_with_the_line(caplog, level, how, inside):
     after = (lambda model: None) if inside else Momentum.follow
     train_prepared(Momentum(how, inside), level=level, after=after, loss_scale=1.0, steps=6)
@@ -227,9 +221,7 @@ def test_a_frozen_teacher_that_the_optimizer_holds_is_named(caplog, level):
     named_once(caplog, "teacher.weight", "fp32_modules=['teacher']")
 
 
-@pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@every(alone=[True, False], frozen=[True, False], level=["O2", "O5"])
 def test_a_teacher_that_is_a_model_of_its_own_is_named(caplog, level, frozen, alone):
     student = nn.Sequential(nn.Linear(4, 4))
     teacher = copy.deepcopy(student).requires_grad_(not frozen).eval()
@@ -361,8 +353,7 @@ CASTS = {
 }
 
 
-@pytest.mark.parametrize("name", CASTS)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@every(name=CASTS, level=["O0", "O1", "O2", "O4", "O5"])
 def test_a_cast_gives_the_plain_model_in_its_dtype_and_is_told_once(caplog, level, name):
     model, _optimizer = train_prepared(nn.Linear(4, 4), level=level, loss_scale=1.0)
     exact = model.state_dict()["weight"].clone()

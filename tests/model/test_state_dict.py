@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.model.nets import LOW, BufferNet, Tied, converted, exact_of, with_masters
+from tests.model.nets import LOW, BufferNet, Tied, converted, exact_of
 from tests.support import loops
 
 
@@ -29,7 +29,7 @@ def test_low_precision_entries_are_fp32_and_others_stay():
 
 
 def test_entries_are_the_masters_exact_values():
-    model, masters = with_masters(BufferNet())
+    model, masters = loops.prepared("O5", model=BufferNet())
     entry = model.state_dict()["last.weight"]
     exact = exact_of(model, masters, "last.weight")
     assert torch.equal(entry, exact)
@@ -42,18 +42,6 @@ def test_a_buffer_that_has_changed_its_shape_is_saved_as_it_is():
     model = converted(BufferNet())
     model.shift.data = torch.full((3,), 1 / 3, dtype=LOW)
     assert torch.equal(model.state_dict()["shift"], model.shift.float())
-
-
-def test_one_destination_holds_the_values_of_each_call():
-    model, _ = with_masters(Tied())
-    states = {}
-    model.state_dict(destination=states, prefix="a.")
-    nn.init.ones_(model.head.weight)
-    model.state_dict(destination=states, prefix="b.")
-    assert (states["b.head.weight"] == 1).all()
-    assert not (states["a.head.weight"] == 1).any()
-    for prefix in "ab":
-        assert torch.equal(states[f"{prefix}.head.weight"], states[f"{prefix}.embed.weight"])
 
 
 def test_keep_vars_leaves_entries():
@@ -83,14 +71,14 @@ def test_own_state_dict_of_the_model_is_honoured():
 
 
 def test_loading_tied_parameters_sets_the_one_master():
-    model, masters = with_masters(Tied())
+    model, masters = loops.prepared("O5", model=Tied())
     value = torch.rand(5, 3)
     model.load_state_dict({"embed.weight": torch.zeros(5, 3), "head.weight": value})
     assert torch.equal(exact_of(model, masters, "embed.weight"), value)
 
 
 def test_entries_that_a_child_renames_reach_the_masters_rounded():
-    model, masters = with_masters(BufferNet())
+    model, masters = loops.prepared("O5", model=BufferNet())
     state = random_state(model)
     state["last.old"] = state.pop("last.weight")
 
@@ -113,7 +101,7 @@ def test_a_module_s_own_hooks_that_rename_entries_rename_fp32_ones():
     model = BufferNet()
     model.last.register_state_dict_post_hook(rename)
     model.last.register_load_state_dict_pre_hook(rename_back)
-    model, masters = with_masters(model)
+    model, masters = loops.prepared("O5", model=model)
     state = model.state_dict()
     assert torch.equal(state["last.old"], exact_of(model, masters, "last.weight"))
     state["last.old"] = torch.rand(2, 4)
@@ -123,7 +111,9 @@ def test_a_module_s_own_hooks_that_rename_entries_rename_fp32_ones():
 
 @pytest.mark.parametrize("part", ["", "last"])
 def test_assign_is_refused_by_every_module_with_16_bit_entries(part):
-    model, _ = with_masters(nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(2), last=BufferNet())))
+    model, _ = loops.prepared(
+        "O5", model=nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(2), last=BufferNet()))
+    )
     module = model.get_submodule(part)
     before = dict(model.named_parameters())
     with pytest.raises(RuntimeError, match="assign=True"):
@@ -133,7 +123,7 @@ def test_assign_is_refused_by_every_module_with_16_bit_entries(part):
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_tied_weight_is_saved_once(level):
-    model, _ = with_masters(Tied(), level)
+    model, _ = loops.prepared(level, model=Tied())
     before = model.state_dict()
     assert before["embed.weight"] is before["head.weight"]
     with torch.no_grad():
@@ -146,7 +136,7 @@ def test_a_tied_weight_is_saved_once(level):
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_parts_saved_again_into_the_same_dict_have_the_values_of_now(level):
-    model, _ = with_masters(Tied(), level)
+    model, _ = loops.prepared(level, model=Tied())
     entries = OrderedDict()
     for value in (1.0, 2.0):
         nn.init.constant_(model.embed.weight, value)
@@ -173,7 +163,7 @@ class CountedEntries(OrderedDict):
 
 
 def test_saving_walks_through_no_entries_for_each_weight():
-    model, _ = with_masters(BufferNet())
+    model, _ = loops.prepared("O5", model=BufferNet())
     entries = CountedEntries()
     entries._metadata = OrderedDict()
     model.state_dict(destination=entries)
@@ -181,7 +171,7 @@ def test_saving_walks_through_no_entries_for_each_weight():
 
 
 def test_a_part_is_saved_as_it_is_now_and_without_its_model():
-    model, _ = with_masters(BufferNet())
+    model, _ = loops.prepared("O5", model=BufferNet())
     part = model.last
     kept = part.state_dict()
     with torch.no_grad():
@@ -194,7 +184,7 @@ def test_a_part_is_saved_as_it_is_now_and_without_its_model():
 
 
 def test_16_bit_entries_leave_the_low_bits_of_what_they_restore():
-    model, masters = with_masters(BufferNet())
+    model, masters = loops.prepared("O5", model=BufferNet())
     exact = exact_of(model, masters, "last.weight").detach().clone()
     backup = {name: param.detach().clone() for name, param in model.named_parameters()}
     for entries in ({name: torch.ones_like(value) for name, value in backup.items()}, backup):
@@ -203,7 +193,7 @@ def test_16_bit_entries_leave_the_low_bits_of_what_they_restore():
 
 
 def test_16_bit_entries_replace_what_was_written_to_the_masters():
-    model, optimizer = with_masters(BufferNet())
+    model, optimizer = loops.prepared("O5", model=BufferNet())
     backup = {name: param.detach().clone() for name, param in model.named_parameters()}
     for master in amp.master_params(optimizer):
         master.data.add_(1.0)

@@ -6,6 +6,7 @@ from torch import nn
 
 from apex import amp
 from tests.support.host_reads import waits_are_errors
+from tests.support.loops import messages
 
 
 class Takes(nn.Linear):
@@ -23,7 +24,7 @@ def said(caplog, *args, level="O5", times=2, takes=Takes, **kwargs):
     model = amp.initialize(takes(4, 4), opt_level=level, verbosity=0, **options)
     for _ in range(times):
         model(torch.zeros(2, 4), *args, **kwargs)
-    return [record.getMessage() for record in caplog.records if record.name == "apex"]
+    return messages(caplog)
 
 
 STEPS = torch.tensor([987.0, 3.0])

@@ -293,6 +293,16 @@ def saved_and_loaded(item, *, weights_only=False):
     return torch.load(file, weights_only=weights_only)
 
 
+def product():
+    """The dtype of a product of fp32 tensors, which says what this thread casts to."""
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+def messages(caplog):
+    """What amp has logged."""
+    return [record.getMessage() for record in caplog.records if record.name == "apex"]
+
+
 def in_a_thread(call):
     """What ``call`` returns in a thread of its own."""
     results = []
@@ -300,6 +310,21 @@ def in_a_thread(call):
     thread.start()
     thread.join()
     return results[0]
+
+
+def in_two_threads(work):
+    """Runs ``work(0)`` and ``work(1)`` at once."""
+    start = threading.Barrier(2)
+
+    def run(index):
+        start.wait()
+        work(index)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def change(params, values, by):

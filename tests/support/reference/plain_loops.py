@@ -97,11 +97,8 @@ class Loop:
 
         Delayed passes add up scaled, in the type of ``stepped``.
         """
-        continues = self.delayed and self.scale != 1.0
-        if self.delayed and not continues:
-            self.unscale([None] * len(self.stepped))
-        kept = [None if continues else stepped.grad for stepped in self.stepped]
-        earlier = self.scaled if continues else [None] * len(self.model)
+        kept = [None if self.delayed else stepped.grad for stepped in self.stepped]
+        earlier = self.scaled if self.delayed else [None] * len(self.model)
         for param in self.model:
             param.grad = None
         loss = F.mse_loss(self.forward(x).float(), y)
