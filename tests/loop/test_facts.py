@@ -130,6 +130,18 @@ def test_an_overflow_is_remembered_until_a_step(level, forgets, name):
     assert weights(model) != [1.0, 1.0]
 
 
+def test_an_overflow_in_another_s_block_outlives_the_blocks_that_follow(level):
+    model = loops.Weights()
+    first, second = loops.sgd([model.a]), loops.sgd([model.b])
+    initialize(model, [first, second], level)
+    loops.scaled_backward(model(a=1.0, b=float("inf")), first)
+    for _ in range(2):
+        loops.scaled_backward(model(a=1.0), first)
+    second.step()
+    assert amp.step_was_skipped(second)
+    assert weights(model) == [1.0, 1.0]
+
+
 @pytest.mark.gpu
 def test_an_overflow_is_remembered_when_the_next_loss_is_on_another_device(level):
     model, optimizer = overflowed(level, "another device")

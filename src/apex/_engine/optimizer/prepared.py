@@ -291,7 +291,6 @@ class PreparedOptimizer:
         if not self.overflow.is_raised():
             return False
         masters.remove_grads(self.trained_params())
-        self.overflow.consume(skipped=False)
         return True
 
     # -- the step ----------------------------------------------------------------------------
