@@ -138,11 +138,12 @@ class PreparedOptimizer:
                     pair = param._apex_pair()
                     if pair is not None:
                         pairs.append(pair)
-                elif dtypes.is_low_precision(param):
-                    if is_trained(param) or param in self.optimizer.state:
-                        pair = master_table.create(param)
-                        created[id(param)] = pair.master
-                        pairs.append(pair)
+                    continue
+                is_used = is_trained(param) or param in self.optimizer.state
+                if is_used and dtypes.is_low_precision(param):
+                    pair = master_table.create(param)
+                    created[id(param)] = pair.master
+                    pairs.append(pair)
         self.pairs = pairs
         if created:
             exchange(self.optimizer, created)
