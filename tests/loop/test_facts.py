@@ -142,6 +142,30 @@ def test_an_overflow_in_another_s_block_outlives_the_blocks_that_follow(level):
     assert weights(model) == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_an_overflow_in_another_s_block_ends_when_its_gradients_are_cleared(level, to_none):
+    model = loops.Weights()
+    first, second = loops.sgd([model.a]), loops.sgd([model.b])
+    initialize(model, [first, second], level)
+    loops.scaled_backward(model(a=1.0, b=float("inf")), first)
+    second.zero_grad(set_to_none=to_none)
+    loops.scaled_backward(model(b=1.0), second)
+    second.step()
+    assert not amp.step_was_skipped(second)
+
+
+def test_a_delayed_overflow_is_found_after_another_model_of_its_optimizer_was_cleared(level):
+    nets = [loops.Weights("a"), loops.Weights("b")]
+    optimizer = loops.sgd([nets[0].a, nets[1].b])
+    initialize(nets, optimizer, level)
+    loss = nets[0](a=1.0) + nets[1](b=float("inf"))
+    loops.scaled_backward(loss, optimizer, delay_unscale=True)
+    nets[0].zero_grad()
+    loops.scaled_backward(nets[0](a=1.0) + nets[1](b=1.0), optimizer)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+
+
 @pytest.mark.gpu
 def test_an_overflow_is_remembered_when_the_next_loss_is_on_another_device(level):
     model, optimizer = overflowed(level, "another device")
