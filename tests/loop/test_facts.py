@@ -134,24 +134,47 @@ def test_an_overflow_in_another_s_block_outlives_the_blocks_that_follow(level):
     model = loops.Weights()
     first, second = loops.sgd([model.a]), loops.sgd([model.b])
     initialize(model, [first, second], level)
-    loops.scaled_backward(model(a=1.0, b=float("inf")), first)
-    for _ in range(2):
-        loops.scaled_backward(model(a=1.0), first)
+    for factors in ({"a": 1.0, "b": float("inf")}, {"a": 1.0}, {"a": 1.0, "b": 1.0}):
+        loops.scaled_backward(model(**factors), first)
     second.step()
     assert amp.step_was_skipped(second)
     assert weights(model) == [1.0, 1.0]
+    model.b.grad.fill_(1.0)
+    second.step()
+    assert not amp.step_was_skipped(second)
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-def test_an_overflow_in_another_s_block_ends_when_its_gradients_are_cleared(level, to_none):
+CLEARING = {
+    "none": lambda model, optimizer: optimizer.zero_grad(),
+    "zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "by hand": lambda model, optimizer: setattr(model.b, "grad", None),
+}
+
+
+@pytest.mark.parametrize("clear", CLEARING.values(), ids=CLEARING)
+def test_an_overflow_in_another_s_block_ends_when_its_gradients_are_cleared(level, clear):
     model = loops.Weights()
     first, second = loops.sgd([model.a]), loops.sgd([model.b])
     initialize(model, [first, second], level)
-    loops.scaled_backward(model(a=1.0, b=float("inf")), first)
-    second.zero_grad(set_to_none=to_none)
+    for factors in ({"a": 1.0, "b": float("inf")}, {"a": 1.0}):
+        loops.scaled_backward(model(**factors), first)
+    clear(model, second)
     loops.scaled_backward(model(b=1.0), second)
     second.step()
     assert not amp.step_was_skipped(second)
+
+
+def test_what_a_skipped_step_has_left_is_checked_with_what_another_s_block_adds(level):
+    model = loops.Weights()
+    first, second = loops.sgd([model.a]), loops.sgd([model.b])
+    initialize(model, [first, second], level)
+    loops.scaled_backward(model(b=float("inf")), second)
+    second.step()
+    loops.scaled_backward(model(a=1.0, b=1.0), first)
+    loops.scaled_backward(model(b=1.0), second)
+    second.step()
+    assert amp.step_was_skipped(second)
+    assert weights(model) == [1.0, 1.0]
 
 
 def test_a_delayed_overflow_is_found_after_another_model_of_its_optimizer_was_cleared(level):

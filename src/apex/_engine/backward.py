@@ -294,8 +294,7 @@ class BackwardPass:
                 if lender not in self._adding:
                     remove_new_grads(lender.trained_params())
         for lender in [*filter(PreparedOptimizer.has_grads, self._lenders)]:
-            if lender in self._lenders:
-                self.give_back(lender)
+            self.give_back(lender)  # does nothing if a sharer has given it back
         for lender in self._lenders:  # the pass has reached none of their parameters
             lender.end_pass()
             lender.give_back()
