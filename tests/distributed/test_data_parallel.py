@@ -123,6 +123,23 @@ def test_many_passes_of_one_rank_add_up_in_fp32(on_two_ranks, level, wrapper, ki
     assert on_two_ranks(sum_of_many, level, wrapper, kind) == [[44.0, 44.0]] * 2
 
 
+def places_of_gradients(rank):
+    """Where the gradients of two blocks lie, of which the second adds to the first's."""
+    parallel, optimizer = cases.wrapped("O1", rank, "torch views")
+    places = []
+    for step in range(4):
+        if step == 2:  # the second forward has made other buckets
+            optimizer.zero_grad()
+        cases.backward(parallel, optimizer, *cases.rank_batch(rank, step))
+        places.append([param.grad.data_ptr() for param in parallel.parameters()])
+    return places[2:]
+
+
+def test_gradients_that_are_views_of_buckets_take_no_memory_of_their_own(on_two_ranks):
+    for first, second in on_two_ranks(places_of_gradients):
+        assert second == first
+
+
 def fail_in_a_pass(rank, level):
     """Gradients from before a pass that fails at its last node, and what the pass leaves."""
     parallel, optimizer = cases.wrapped(level, seed=0)

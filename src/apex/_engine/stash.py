@@ -16,7 +16,8 @@ class Stash:
 
     def __init__(self) -> None:
         """Starts empty."""
-        self._grads: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        # The last one has the values: it is a copy if the next pass may overwrite them.
+        self._grads: dict[int, tuple[nn.Parameter, Tensor, Tensor]] = {}
 
     def __contains__(self, param: Tensor) -> bool:
         """Returns whether a gradient of the parameter is put aside."""
@@ -30,13 +31,13 @@ class Stash:
             reused: Ids of the parameters for which a wrapper writes the gradients of all passes to
                 the same memory.
         """
-        taken: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        taken: dict[int, tuple[nn.Parameter, Tensor, Tensor]] = {}
         for param in params:
             grad = param.grad
             if grad is not None and not is_zero(grad):
                 values = grad.clone() if id(param) in reused else grad
-                taken[id(param)] = param, values
-        for param, _ in taken.values():  # memory did not run out
+                taken[id(param)] = param, grad, values
+        for param, _, _ in taken.values():  # memory did not run out
             param.grad = None
         self._grads.update(taken)
 
@@ -49,7 +50,7 @@ class Stash:
     def give_back(self) -> bool:
         """Adds the parameters' gradients to those put aside, in fp32 where there is a master.
 
-        The sum is in what was put aside, as autograd's own: scripts keep it, or clear it.
+        The sum is in the tensor from before, as autograd's own: scripts keep it, or clear it.
         Returns whether there are some.
         """
         if not self._grads:
@@ -60,7 +61,7 @@ class Stash:
         grads: list[Tensor] = []
         pairs: list[MasterPair] = []
         with without_overrides():
-            for param, values in entries:
+            for param, _, values in entries:
                 if param.grad is not None:
                     params.append(param)
                     grads.append(param.grad)
@@ -71,4 +72,8 @@ class Stash:
                 param.grad = values
             widen_grads(pairs)
             add_grads(params, grads)
+            for param, grad, values in entries:
+                if grad is not values and grad.dtype is values.dtype:  # it is a view
+                    grad.copy_(values)
+                    param.grad = grad
         return True
