@@ -253,6 +253,26 @@ def test_scaled_passes_without_a_reduction_add_up_in_a_root_that_owns_layers(on_
     assert loops.same(on_two_ranks(accumulate, "O0"), on_two_ranks(accumulate, None))
 
 
+def wait_for_another_block(rank):
+    """The gradient of a restored model, which it leaves unsent over another model's block."""
+    model = nn.Linear(2, 2, bias=False)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    fully_shard(model, mesh=mesh(2), mp_policy=policy)
+    amp.initialize(model, opt_level="O0", verbosity=0)
+    other, optimizer = prepare_sharded("O0", "fp32", loss_scale=2.0**16)
+    amp.restore(model)
+    for sends in (False, True):
+        model.set_requires_gradient_sync(sends)
+        model(torch.ones(1, 2)).sum().backward()
+        loops.scaled_backward(loops.loss_of(other, *rank_batch(rank, 0)), optimizer)
+    return model.weight.grad.full_tensor().tolist()
+
+
+def test_blocks_leave_what_a_restored_model_has_yet_to_send(on_two_ranks):
+    """fp16 would not hold it with a scale."""
+    assert on_two_ranks(wait_for_another_block) == [[[2.0, 2.0], [2.0, 2.0]]] * 2
+
+
 def unsent(rank, level, policy, shape, loss_ids):
     """Whole gradients after passes that each add 1; all but the last leave it to that to send."""
     model = nn.Linear(2, 2, bias=False)

@@ -18,6 +18,7 @@ from apex._engine.conversion.plan import planned_dtypes
 from apex._engine.conversion.state import ModelState
 from apex._engine.masters import MasterPair
 from apex._engine.session import STATE, Session
+from apex._engine.wrappers import fsdp
 from apex._engine.wrappers.ddp import wrappers
 from apex._torch.modules import flatten_rnns, named_tensors
 from apex._torch.parameters import set_in_place
@@ -143,3 +144,4 @@ def undo_convert(model: nn.Module) -> None:
     if state.inner_forward is not None:
         model.__dict__.setdefault("forward", state.inner_forward)
     wrappers.drop(tensors)
+    fsdp.drop(model)

@@ -11,12 +11,17 @@ from torch import Tensor, nn
 from apex._torch import fsdp
 
 groups = weakref.WeakSet[Any]()
-"""The groups of parameters that are gathered together, in models that were ever prepared."""
+"""The groups of parameters in prepared models that are gathered together."""
 
 
 def add(model: nn.Module) -> None:
     """Adds the groups of a prepared model."""
     groups.update(fsdp.param_groups(model))
+
+
+def drop(model: nn.Module) -> None:
+    """Forgets the groups of a model that becomes plain."""
+    groups.difference_update(fsdp.param_groups(model))
 
 
 def is_sharded(model: nn.Module) -> bool:
