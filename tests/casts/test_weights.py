@@ -489,6 +489,15 @@ def test_a_pass_without_gradients_around_one_with_gradients_keeps_no_cast(level)
     del held
 
 
+def test_a_restored_model_computes_in_fp32():
+    plain = Layers()
+    model, optimizer = prepared("O4", model=copy.deepcopy(plain))
+    output = model(X)  # which still awaits its backward pass
+    amp.restore(model, optimizer)
+    assert torch.equal(model(X), plain(X))
+    del output
+
+
 # -- what is kept ----------------------------------------------------------------------------------
 
 

@@ -65,6 +65,16 @@ def test_a_module_that_takes_over_parameters_is_pickled_to_the_last_bit(level):
         assert loops.same(loops.values(plain.parameters()), values)
 
 
+def test_a_parent_with_two_prepared_models_saves_and_loads_both(level):
+    pairs = [loops.trained(level, model=nested()) for _ in range(2)]
+    parent = nn.ModuleDict({"first": pairs[0][0], "second": pairs[1][0]})
+    new = random_like(parent.state_dict())
+    parent.load_state_dict(new)
+    assert loops.same(dict(parent.state_dict()), new)
+    masters = [master for _, optimizer in pairs for master in loops.masters(optimizer)]
+    assert loops.same(masters, list(new.values()))
+
+
 class Fixed(nn.Linear):
     """Keeps its weights, whatever is loaded."""
 

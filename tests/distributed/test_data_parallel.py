@@ -64,6 +64,26 @@ def test_two_ranks_train_as_one_process_on_the_joined_batch(on_two_ranks, level,
     cases.assert_trained_as_one(first, level, cases.net(), steps=20, eps=16)
 
 
+def clip_the_model(rank, wrapper, max_norm=2.0**-4):
+    """Clips the gradients of the model, twice as they are rebuilt into buckets."""
+    parallel, optimizer = cases.wrapped("O5", rank, wrapper)
+    norms = []
+    for step in range(3):
+        optimizer.zero_grad()
+        cases.backward(parallel, optimizer, *cases.rank_batch(rank, step))
+        torch.nn.utils.clip_grad_norm_(parallel.parameters(), max_norm)
+        grads = [param.grad for param in amp.master_params(optimizer)]
+        norms.append(float(torch.nn.utils.get_total_norm(grads)))
+        optimizer.step()
+    return norms, cases.state(parallel, optimizer)
+
+
+@pytest.mark.parametrize("wrapper", cases.WRAPPERS)
+def test_clipping_the_model_clips_the_masters_alike_on_all_ranks(on_two_ranks, wrapper):
+    first = cases.alike(on_two_ranks(clip_the_model, wrapper))
+    torch.testing.assert_close(first[0], [2.0**-4] * 3, rtol=0.02, atol=0.0)
+
+
 @pytest.mark.parametrize(("level", "wrapper"), [("O1", "apex"), *ALL[-4:]])
 def test_an_inf_in_one_rank_skips_and_halves_on_all(on_two_ranks, level, wrapper):
     clean = on_two_ranks(train_rank, level, wrapper, 2)[0]

@@ -250,18 +250,6 @@ def test_what_no_optimizer_steps_adds_up_in_fp32_also_in_another_session(level):
 # -- refusals --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_a_step_in_a_hook_of_a_pass_is_refused_while_gradients_are_scaled(level):
-    model, optimizer = loops.one_weight(level, loss_scale=8.0)
-    [param] = model.parameters()
-    handle = param.register_post_accumulate_grad_hook(lambda param: optimizer.step())
-    before = loops.masters(optimizer)
-    with pytest.raises(RuntimeError, match="while the gradients are still scaled"):
-        loops.scaled_backward(loops.slope(model, 3.0), optimizer)
-    handle.remove()  # a cycle through C++, which Python does not collect
-    assert loops.same(loops.masters(optimizer), before)
-
-
 @pytest.mark.parametrize("after_delay", [False, True])
 def test_a_block_inside_another_of_the_same_optimizer_is_refused(level, after_delay):
     model, optimizer = loops.prepared(level)

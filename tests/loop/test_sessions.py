@@ -89,6 +89,22 @@ def test_calls_that_share_weights_train_as_one_call(level, part):
     assert loops.same(*trained)
 
 
+def test_training_at_two_levels_by_turns_equals_training_at_each_alone():
+    def losses(level, other=None):
+        partner = loops.prepared(other) if other else None
+        pair = loops.prepared(level)
+        found = []
+        for x, y in loops.batches(3):
+            found.append(loops.train_step(*pair, x, y).item())
+            if partner:
+                loops.train_step(*partner, x, y)
+        return found
+
+    alone = losses("O4")
+    for other in ("O0", "O1", "O5"):
+        assert losses("O4", other) == alone
+
+
 # -- casts of the thread ---------------------------------------------------------------------
 
 
@@ -238,6 +254,20 @@ def test_optimizers_of_several_calls_train_as_those_of_one(level, scale):
         del nets, optimizers
     assert loops.same(*trained)
     assert trained[0][2] == (2.0**15 if scale == "dynamic" else 128.0)
+
+
+def test_blocks_of_one_and_of_several_sessions_mix(level):
+    """The older optimizer's own passes keep their own scale."""
+    nets, optimizers = chained(level, 2, loss_scale="dynamic")
+    plain, _ = chained("O0", 1)
+    joint_step(nets, optimizers, *loops.batch(1))
+    loss = nets[0](loops.batch(2)[0]).float().square().mean()
+    loops.scaled_backward(loss, optimizers[0])
+    (loops.loss_of(nn.Sequential(*plain), *loops.batch(1)) / 64).backward()
+    plain[0](loops.batch(2)[0]).square().mean().backward()
+    for optimizer, net in zip(optimizers, plain, strict=True):
+        for param, expected in zip(amp.master_params(optimizer), net.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.float(), expected.grad, rtol=0.1, atol=1e-2)
 
 
 def test_the_newest_session_of_the_optimizers_scales():

@@ -11,7 +11,7 @@ from apex import amp
 from tests.model.idioms import IDIOMS
 from tests.model.test_data_parallel import replicate
 from tests.support.host_reads import calls_inside
-from tests.support.loops import LEVELS, at_levels, prepared, saved_and_loaded
+from tests.support.loops import LEVELS, at_levels, descend, prepared, saved_and_loaded
 
 
 def plain(value):
@@ -71,6 +71,31 @@ def test_an_error_of_the_model_keeps_its_text_and_its_lines(level, error):
         assert sum("/apex/" in frame.filename for frame in frames) <= 1
         assert frames[-1].line.startswith("raise self.error")
         assert raised.value.__cause__ is None
+
+
+class Groups(nn.Linear):
+    """Its ``parameters()`` are an optimizer's groups, as in nerfstudio's fields."""
+
+    def parameters(self, recurse=True):
+        return [{"params": [self.weight]}, {"params": [self.bias], "lr": 0.2}]
+
+
+def test_a_model_whose_parameters_are_groups_trains_as_one_whose_are_not(level):
+    trained = []
+    for cls in (Groups, nn.Linear):
+        torch.manual_seed(0)
+        model = cls(2, 2)
+        groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.2}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=4.0)
+        beside = nn.Parameter(torch.ones(1))
+        beside.grad = torch.ones(1)
+        torch.optim.SGD([beside], lr=0.5).step()  # of no prepared model
+        assert beside.item() == 0.5
+        for _ in range(2):
+            descend(model(torch.ones(1, 2)).float().sum(), optimizer)
+        trained.append(model.state_dict())
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[1])
 
 
 # -- methods that see written masters --------------------------------------------------------------
