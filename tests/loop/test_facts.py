@@ -1,6 +1,8 @@
 """Facts about gradients and overflows live with what they describe: none outlives it."""
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex import amp
 from tests.support import loops
@@ -68,6 +70,42 @@ def test_an_exception_leaves_the_gradients_of_others_as_before_the_block(level):
     with pytest.raises(KeyError):
         failing_block(model(a=4.0, b=4.0, c=4.0), optimizers[0])
     assert [param.grad[0].item() for param in model.parameters()] == [1.0] * 3
+
+
+class Full(TorchDispatchMode):
+    """Raises at one operator, as a device does that has no memory left."""
+
+    def __init__(self, operators):
+        super().__init__()
+        self.left = operators + 1
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError
+        return func(*args, **(kwargs or {}))
+
+
+@loops.every(level=loops.MIXED, delay_unscale=[False, True])
+def test_a_block_that_runs_out_of_memory_at_any_operator_leaves_earlier_gradients(
+    level, delay_unscale
+):
+    """Its pass also reaches another optimizer, and a parameter that none steps."""
+    model = loops.Weights("abc")
+    optimizers = [loops.sgd([model.a]), loops.sgd([model.b])]
+    amp.initialize(model, optimizers, opt_level=level, loss_scale=8.0, verbosity=0)
+    loops.scaled_backward(model(a=1.0, b=2.0, c=3.0), optimizers)
+    for operators in range(100):
+        loss = model(a=4.0, b=4.0, c=4.0)
+        try:
+            with Full(operators):
+                loops.scaled_backward(loss, optimizers[0], delay_unscale=delay_unscale)
+        except torch.OutOfMemoryError:
+            assert model.a.grad[0] in (1.0, 5.0)
+        else:
+            break
+    assert 5 < operators < 99
+    assert model.a.grad[0] == 5.0
 
 
 def test_a_step_inside_a_delayed_block_takes_and_leaves_unscaled_gradients(level):

@@ -336,20 +336,21 @@ class BackwardPass:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Unscales the gradients; after an exception, restores the earlier ones."""
-        self._until_end.close()
-        self.session.observer.pass_ends(self)
-        if error is not None:
+        """Unscales the gradients; after an exception, also here, restores the earlier ones."""
+        try:
+            self._until_end.close()
+            self.session.observer.pass_ends(self)
+            if error is None:
+                self._end_loans()
+                if self._delay_unscale:
+                    self._leave_unchecked()
+                else:
+                    self._finish()
+                self._note_shared()
+        finally:
             self._abort()
-        else:
-            self._end_loans()
-            if self._delay_unscale:
-                self._leave_unchecked()
-            else:
-                self._finish()
-            self._note_shared()
-        return_views()
-        self.session.observer.block_ends(self)
+            return_views()
+            self.session.observer.block_ends(self)
 
     def forget(self, prepared: PreparedOptimizer) -> None:
         """Ends a delayed pass for an optimizer whose gradients it is not to check any more."""
@@ -411,11 +412,7 @@ class BackwardPass:
             # The wrapper holds scaled gradients, which it averages with those of the next block.
             self._state = _State.DELAYED
             return
-        try:
-            self._unscale_unchecked()
-        except BaseException:
-            self._abort()
-            raise
+        self._unscale_unchecked()
         self._state = _State.DELAYED
         self._leave_unscaled()
 
@@ -430,6 +427,7 @@ class BackwardPass:
             scaler.found_inf.zero_()
         if not scaler.is_identity:
             unscale_grads(self.prepared_optimizers, scaler, self._scale)
+            self.scaled = False  # what fails from here on keeps them
         adds = False
         flagged: list[PreparedOptimizer] = []
         for prepared in self.prepared_optimizers:
@@ -448,7 +446,7 @@ class BackwardPass:
             self.updates = scaler.end_pass(len(self.prepared_optimizers))
 
     def _abort(self) -> None:
-        """Drops the gradients of the pass, but for those that it has added in place."""
+        """Drops the gradients of an open pass, but for those that it has added in place."""
         if self._state is not _State.OPEN:
             return
         self._state = _State.FAILED

@@ -56,13 +56,12 @@ class Stash:
         if not self._grads:
             return False
         entries = [*self._grads.values()]
-        self._grads.clear()
         params: list[nn.Parameter] = []
         grads: list[Tensor] = []
         pairs: list[MasterPair] = []
         with without_overrides():
             for param, _, values in entries:
-                if param.grad is not None:
+                if param.grad is not None and param.grad is not values:
                     params.append(param)
                     grads.append(param.grad)
                 pair = master_table.pair_of(param)
@@ -76,4 +75,5 @@ class Stash:
                 if grad is not values and grad.dtype is values.dtype:  # it is a view
                     grad.copy_(values)
                     param.grad = grad
+        self._grads.clear()  # memory did not run out
         return True
