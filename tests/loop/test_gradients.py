@@ -235,6 +235,32 @@ def test_a_zero_grad_of_the_models_own_clears_what_it_clears(level):
     assert model.a.grad[0].item() == 3.0
 
 
+@pytest.mark.parametrize("compute", ["block", "plain"])
+def test_what_a_script_writes_into_cleared_gradients_is_added(level, compute):
+    """Also in ways that torch does not count."""
+    training = Training(level)
+    training.block(*ONE)
+    training.optimizer.zero_grad(set_to_none=False)
+    for param in training.model.parameters():
+        param.grad.data.add_(0.5)
+    getattr(training, compute)(*TWO)
+    assert training.grads("model") == [factor + 0.5 for factor in TWO]
+
+
+def test_two_parameters_may_have_one_gradient(level):
+    """As in programs of A3C, where the shared model's gradients are the local one's."""
+    shared, local = loops.Weights(), loops.Weights()
+    optimizer = loops.sgd(shared.parameters())
+    initialize([shared, local], optimizer, level)
+    for factor in (1.0, 2.0, 3.0):
+        local.zero_grad(set_to_none=False)
+        loops.scaled_backward(local(a=factor, b=1.0), optimizer)
+        for param, other in zip(shared.parameters(), local.parameters(), strict=True):
+            param._grad = other.grad
+        assert [param.grad[0].item() for param in shared.parameters()] == [factor, 1.0]
+        optimizer.step()
+
+
 @pytest.mark.parametrize("kept", ["model", "masters"])
 @masters
 def test_zeros_take_no_memory_of_fp32(level, kept):
@@ -432,6 +458,21 @@ def test_an_overflow_that_no_prepared_optimizer_steps_reaches_no_weight(level):
     amp.initialize([part, beside], optimizer, opt_level=level[:2], verbosity=0)
     loops.scaled_backward(part(a=1.0) + beside(a=float("inf"), b=1.0), optimizer)
     assert beside.a.grad.isfinite().all()
+
+
+@loops.every(level=["O1 dynamic", "O2 dynamic"], over=["model", "masters"], others=[False, True])
+@pytest.mark.filterwarnings("ignore:An optimizer that amp has not prepared")
+def test_an_overflow_skips_the_step_of_an_optimizer_in_another_s_place(level, over, others):
+    """Of the one that replaces it later; also if the block was of another optimizer."""
+    training = Training(level, optimizers=2)
+    later = loops.sgd(training.side(over)[:2])
+    of = training.optimizers[others]
+    for factors in (ONE, (float("inf"), 1.0, 0.0, 0.0), TWO):
+        later.zero_grad()
+        training.block(*factors, of=of)
+        later.step()
+    expected = [1.0 - 0.1 * (a + b) for a, b in zip(ONE[:2], TWO[:2], strict=True)]
+    assert training.weights()[:2] == pytest.approx(expected, rel=4e-3)
 
 
 def test_a_block_leaves_what_another_thread_trains(level):

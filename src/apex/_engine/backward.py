@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from apex._engine.autocast.ambient import follow_sessions
 from apex._engine.autocast.backward import BackwardAutocast
-from apex._engine.masters import remove_new_grads
+from apex._engine.masters import remove_grads
 from apex._engine.optimizer.prepared import (
     PreparedOptimizer,
     grads_of,
@@ -289,10 +289,10 @@ class BackwardPass:
     def _end_loans(self, *, failed: bool = False) -> None:
         """Gives back all gradients that were lent; without the pass's own if it ``failed``."""
         if failed:
-            remove_new_grads(self._unowned)
+            remove_grads(self._unowned)
             for lender in self._lenders:
                 if lender not in self._adding:
-                    remove_new_grads(lender.trained_params())
+                    remove_grads(lender.trained_params())
         for lender in [*filter(PreparedOptimizer.has_grads, self._lenders)]:
             self.give_back(lender)  # does nothing if a sharer has given it back
         for lender in self._lenders:  # the pass has reached none of their parameters
@@ -463,7 +463,7 @@ class BackwardPass:
         """Drops the gradients of a pass that failed, and returns those from before."""
         for prepared in self.prepared_optimizers:
             if self.scaled and prepared.unfinished_pass is self:  # else it has not lost its own
-                remove_new_grads(prepared.trained_params())
+                remove_grads(prepared.trained_params())
         for prepared in self.prepared_optimizers:
             prepared.give_back()
 

@@ -543,17 +543,6 @@ def remove_grads(params: Iterable[nn.Parameter]) -> None:
             param.grad = None
 
 
-def remove_new_grads(params: Iterable[nn.Parameter]) -> None:
-    """Removes gradients that a pass made; those that it added to zeros are zero again."""
-    with without_overrides():
-        for param in params:
-            grad = param.grad
-            if grad is not None and vars(grad).get(_ZERO):
-                vars(grad)[_ZERO] = Mark([grad.zero_()._version])
-            else:
-                param.grad = None
-
-
 def without_grad(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Returns the parameters that have no gradient."""
     return [param for param in params if param.grad is None]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from torch import Tensor, nn
 
 from apex._engine import master_table
-from apex._engine.masters import MasterPair, add_grads, is_zero, widen_grads
+from apex._engine.masters import MasterPair, add_grads, widen_grads
 from apex._torch.parameters import without_overrides
 
 
@@ -24,7 +24,7 @@ class Stash:
         return id(param) in self._grads
 
     def put_aside(self, params: Iterable[nn.Parameter], reused: Collection[int]) -> None:
-        """Takes the parameters' gradients, but for those that are zero.
+        """Takes the parameters' gradients.
 
         Args:
             params: The parameters.
@@ -34,7 +34,7 @@ class Stash:
         taken: dict[int, tuple[nn.Parameter, Tensor, Tensor]] = {}
         for param in params:
             grad = param.grad
-            if grad is not None and not is_zero(grad):
+            if grad is not None:
                 values = grad.clone() if id(param) in reused else grad
                 taken[id(param)] = param, grad, values
         for param, _, _ in taken.values():  # memory did not run out

@@ -283,8 +283,13 @@ class PreparedOptimizer:
             dtensor.share_flag_(overflow, params)
             self.overflow.add(overflow)
 
+    @property
+    def has_overflow_flag(self) -> bool:
+        """Whether a pass since the last step may have overflowed."""
+        return self.overflow.pending is not None or self.overflow_of_others is not None
+
     def drop_overflowed(self) -> bool:
-        """Drops gradients that overflowed, for a script that continues without amp.
+        """Drops gradients that overflowed, where code without amp is to step them.
 
         Returns whether there are such gradients.
         """
@@ -292,6 +297,7 @@ class PreparedOptimizer:
         if not self.overflow.is_raised():
             return False
         masters.remove_grads(self.trained_params())
+        self.overflow.consume(skipped=True)
         return True
 
     # -- the step ----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from apex._core import dtypes
 from apex._core.param_groups import PREPARED, params_of
 from apex._engine import masters
 from apex._engine.autocast import ambient
-from apex._engine.session import Session
+from apex._engine.session import Session, live_optimizers
 from apex._torch.dynamo import untraced
 from apex._torch.modules import named_tensors
 
@@ -34,6 +34,14 @@ def _weights_of_models(session: Session, params: Sequence[Tensor]) -> Iterator[T
     for param in params:
         if id(param) in weights:
             yield param
+
+
+def _drop_overflowed(params: Sequence[Tensor]) -> None:
+    """Drops gradients that overflowed, of prepared optimizers in whose place another steps."""
+    for prepared in live_optimizers:
+        is_flagged = prepared.has_overflow_flag and not prepared.stepping
+        if is_flagged and not {*params}.isdisjoint(prepared.trained_params()):
+            prepared.drop_overflowed()
 
 
 class _Hooks:
@@ -60,7 +68,9 @@ class _Hooks:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if PREPARED in vars(optimizer):
             return None
-        self._versions[optimizer] = {id(param): param._version for param in params_of(optimizer)}
+        params = params_of(optimizer)
+        self._versions[optimizer] = {id(param): param._version for param in params}
+        _drop_overflowed(params)
         return ambient.begin_step(optimizer, args, kwargs)
 
     @untraced

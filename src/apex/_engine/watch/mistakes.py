@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._engine.backward import BLOCK, BackwardPass
-from apex._engine.masters import Mark, is_zero
+from apex._engine.masters import Mark
 from apex._engine.scaler import Scaler
 from apex._engine.session import live_optimizers
 from apex._torch.autograd import at_end_of_pass, backward_id, leaves_of
@@ -212,13 +212,13 @@ class BlockInspection:
             self._warn(Mistake.SCALED_HOOK)
         self._hooks += hooked(self._params, self._reach_own)
         lenders, unowned = block.borrowable()
-        own = {*map(id, trained), *map(id, unowned)}
+        own = {*trained, *unowned}  # where a master is its parameter
         for prepared in live_optimizers:
             begun = prepared.unfinished_pass
             is_open = begun is not None and begun.is_open  # a block around this one
             if is_open or prepared in lenders:
-                own.update(map(id, prepared.trained_params()))
-        others = [leaf for leaf in leaves_of(scaled_loss) if id(leaf) not in own]
+                own.update(prepared.trained_params())
+        others = [leaf for leaf in leaves_of(scaled_loss) if leaf not in own]
         self._hooks += hooked(others, self._reach_other)
 
     @untraced
@@ -251,7 +251,7 @@ class BlockInspection:
     def _end_pass(self) -> None:
         self._is_running = False
         for param in self._params:
-            if param.grad is not None and not is_zero(param.grad):
+            if param.grad is not None:
                 self._made.append(param)
         _mark(self._made, Origin.OWN)
         _mark(self._others_reached, Origin.OTHER)
