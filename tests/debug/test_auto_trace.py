@@ -66,6 +66,7 @@ def test_an_exception_in_the_backward_pass_ends_the_trace():
     model, optimizer = pair()
     arm(optimizer, after_skips=1)
     bad_step(model, optimizer)
+    optimizer.zero_grad()
     assert tracing()
     with pytest.raises(ZeroDivisionError), amp.scale_loss(loops.small_loss(model), optimizer):
         raise ZeroDivisionError

@@ -213,6 +213,7 @@ class Program:
 def run_programs(rank, level):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "optimizer.step.. got gradients that no amp.scale_loss")
+        warnings.filterwarnings("ignore", "Gradients of a skipped step")
         for wrapper, seed in itertools.product(WRAPPERS, range(40)):
             run_program(rank, level, wrapper, seed)
 

@@ -415,6 +415,34 @@ def test_other_ways_to_run_the_pass_are_no_mistake(level, backward):
         optimizer.step()
 
 
+CLEARS = {
+    "none": lambda optimizer: None,
+    "to zeros": lambda optimizer: optimizer.zero_grad(set_to_none=False),
+    "by hand": lambda optimizer: [p.grad.zero_() for p in amp.master_params(optimizer)],
+}
+
+
+@pytest.mark.parametrize("make_optimizer", [loops.sgd, loops.fused_adamw_of])
+@pytest.mark.parametrize("clear", CLEARS)
+@fp16
+def test_gradients_of_a_skipped_step_that_are_not_cleared_are_warned_of(
+    level, clear, make_optimizer
+):
+    """amp skips every later step, and the loss scale stays as it is."""
+    model, optimizer = loops.prepared(level, make_optimizer)
+    before = loops.masters(optimizer)
+
+    def train():
+        for x, y in loops.batches(6, overflow_at={1}):
+            loops.backward(model, optimizer, x, y)
+            optimizer.step()
+            CLEARS[clear](optimizer)
+
+    found = [re.search(r"not cleared(?s:.*)zero_grad\(\)", text) for text in messages(train)]
+    assert [*map(bool, found)] == [True] * (clear == "none")
+    assert not loops.same(loops.masters(optimizer), before)
+
+
 def test_a_loss_that_uses_masters_is_no_mistake(level):
     model, optimizer = loops.prepared(level, loss_scale="dynamic", max_loss_scale=2.0**8)
     for x, y in loops.batches(2):

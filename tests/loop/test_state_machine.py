@@ -354,6 +354,7 @@ CALLS += ["write_weights", "swap", "save", "fail", "add_group", "clear_by_hand"]
 
 
 @pytest.mark.filterwarnings("ignore:optimizer.step.. was called before any backward pass")
+@pytest.mark.filterwarnings("ignore:Gradients of a skipped step")
 @pytest.mark.filterwarnings("ignore:An exception ended an amp.scale_loss block")
 @pytest.mark.filterwarnings("ignore:optimizer.step.. got gradients that no amp.scale_loss block")
 @pytest.mark.parametrize("level", LEVELS)

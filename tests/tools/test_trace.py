@@ -345,7 +345,7 @@ CUTS = [
     (
         "net[1](net[0](x).detach()).sum()",
         "backward passes end in Linear[1].\n{line}\n{source}\nWhat comes before it is data, "
-        "detached, frozen, or an integer.\nGradients reach Linear[1]:bias, Linear[1]:weight, ",
+        "detached, frozen, or an integer.\nGradients reach Linear[1]:bias, Linear[1]:weight. ",
     ),
     ("(net(x).round().int() * scale).sum()", "backward passes end outside the model.\n{line}"),
     ("net(x).sum().detach().requires_grad_()", "no operator ran backward, as if the loss were"),
@@ -371,7 +371,8 @@ def test_the_place_where_gradients_end_is_named(trace, option, cut, said):
         lines = [line.strip() for line in file]
     source = f"loss = {cut}"
     line = f"{os.path.abspath('train.py')}:{lines.index(source) + 1}"
-    said = f"No weight got a gradient: {said.format(line=line, source=source)}"
+    who = "step found" if "Gradients reach" in said else "weight got"
+    said = f"No {who} a gradient: {said.format(line=line, source=source)}"
     check(traced, cli.NOT_FINITE, said)
 
 

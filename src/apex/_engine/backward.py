@@ -406,8 +406,6 @@ class BackwardPass:
                 prepared.give_back()
 
     def _leave_unchecked(self) -> None:
-        if self._state is not _State.OPEN:  # a step inside the block has finished the pass
-            return
         if any(map(_is_unfinished, self.prepared_optimizers)):
             # The wrapper holds scaled gradients, which it averages with those of the next block.
             self._state = _State.DELAYED

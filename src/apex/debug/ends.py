@@ -53,9 +53,12 @@ class GradientEnds(Trace):
         else:
             text = f"backward passes end {place.where}.\n{place.shown}\n{_BEFORE}"
         names = [*filter(None, self._reached)]
-        if names:
-            text += f"\nGradients reach {listed(names)}, which no optimizer has stepped."
-        return f"No weight got a gradient: {text}"
+        if not names:
+            return f"No weight got a gradient: {text}"
+        return (
+            f"No step found a gradient: {text}\nGradients reach {listed(names)}. The optimizer "
+            "holds other parameters, or they were cleared before the step."
+        )
 
     def _after(self, call: Call, before: Any, result: Any) -> None:
         """Records the operator, if it is the last one so far of a backward pass."""

@@ -179,7 +179,9 @@ def _verdict(script: str, seen: Seen) -> list[str]:
 def _remarks(script: str, seen: Seen, ending: Ending) -> list[str]:
     lines = _ended(ending)
     if seen.healed and seen.first is None:
-        state = "Healthy" if seen.healed < seen.passes else "Not settled"
+        is_settled = seen.steps and seen.healed < seen.passes
+        is_settled = seen.steps > 0 and seen.healed < seen.passes
+        state = "Healthy" if is_settled else "Not settled"
         lines.append(
             f"{state}: {seen.healed} of {counted(seen.passes, 'backward pass', 'es')} "
             "overflowed. This makes a dynamic loss scale back off, and the step is skipped."

@@ -39,6 +39,7 @@ from apex._engine.watch.writes import Writes, log_lost
 from apex._engine.wrappers.ddp import wrappers
 from apex._torch import ranks
 from apex._torch.autograd import backward_id
+from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.dynamo import is_jit_tracing, untraced
 
 
@@ -56,8 +57,8 @@ class Watch(Observer):
         self._has_plain_pass = False
         # Whether a step has found a gradient.
         self._has_trained = False
-        # Flags on their way to the host: whether a step overwrote what a script wrote.
-        self._lost_writes: Readback[None] = Readback()
+        # Flags on their way to the host: whether a mistake was made.
+        self._answers = Readback[Mistake]()
         # Comparisons of weights with their masters, by optimizer, until its next step. The keys
         # stay, as another thread may iterate.
         self._weights = weakref.WeakKeyDictionary[PreparedOptimizer, WeightWatch | None]()
@@ -72,6 +73,11 @@ class Watch(Observer):
         if mistake is not None and mistake not in self._warned:
             self._warned.add(mistake)
             warn_at_caller(mistake.value)
+
+    def _warn_of_arrived(self) -> None:
+        for mistake, (flag,) in self._answers.poll():
+            if flag:
+                self.warn(mistake)
 
     # -- passes without a block --------------------------------------------------------------
 
@@ -111,6 +117,9 @@ class Watch(Observer):
             return
         for prepared in block.prepared_optimizers:
             self.warn(_find_mistake(prepared))
+            if prepared.has_grads() and prepared.overflow.was_skipped_on_host():
+                self._answers.send(Mistake.UNCLEARED_OVERFLOW, _overflow(prepared))
+        self._warn_of_arrived()
         may_change = any(map(_averages, block.prepared_optimizers))
         self._inspections[block] = BlockInspection(
             self.warn, block, scaled_loss, may_change=may_change
@@ -150,12 +159,10 @@ class Watch(Observer):
         if watch is not None:
             is_lost = watch.lost()
             if is_lost is not None:
-                self._lost_writes.send(None, is_lost)
+                self._answers.send(Mistake.LOST_WRITE, is_lost)
         if is_first or phase == 0:
             self._weights[prepared] = WeightWatch(prepared, phase if is_first else turn)
-        for _, (flag,) in self._lost_writes.poll():
-            if flag:
-                self.warn(Mistake.LOST_WRITE)
+        self._warn_of_arrived()
 
     def _judge_grad_scaler(self, session: Session) -> None:
         if session.has_scale and self._blocks_left < INSPECTED:
@@ -243,6 +250,15 @@ def _averages(prepared: PreparedOptimizer) -> bool:
     if getattr(prepared.optimizer, "synchronize", None) is not None:
         return True  # Horovod's, BytePS's
     return ranks.world_size() > 1 and not wrappers.of(prepared.trained_params())
+
+
+@suspend_modes()  # a trace would list these operators as the script's
+def _overflow(prepared: PreparedOptimizer) -> Tensor:
+    """Returns whether a gradient holds inf or NaN, as [1]."""
+    params = prepared.trained_params()
+    gradients = [param.grad for param in params if param.grad is not None]
+    norm = nn.utils.get_total_norm(gradients, float("inf"))
+    return norm.isfinite().logical_not().float().reshape(1)
 
 
 def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:

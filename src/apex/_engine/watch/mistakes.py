@@ -63,6 +63,11 @@ class Mistake(enum.Enum):
         "nothing unscales: the gradients stay multiplied by the loss scale (initially 65536), and "
         "a step ruins the weights. Call it inside the block:\n" + BLOCK
     )
+    UNCLEARED_OVERFLOW = (
+        "Gradients of a skipped step, which hold inf or NaN, were not cleared before the next "
+        "amp.scale_loss block. Whatever is added to them overflows, so every step is skipped and "
+        "the model does not train. Call optimizer.zero_grad() in each iteration."
+    )
     FORGOTTEN_OPTIMIZER = (
         "An optimizer steps gradients of an amp.scale_loss block that this optimizer was not "
         "passed to. Its parameters belong to no model of amp.initialize, so the gradients are "
