@@ -21,6 +21,7 @@ def train_copy(level, seed, model):
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"], model=model)
     losses = [loops.train_step(model, optimizer, x, y) for x, y in loops.batches(STEPS, seed=seed)]
     outside = loops.product()
+    optimizer.zero_grad()
     with amp.scale_loss(torch.ones(()), optimizer) as scaled_loss:
         scale = scaled_loss.item()
     return losses, loops.masters(optimizer), loops.values(model.parameters()), outside, scale

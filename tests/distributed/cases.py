@@ -29,6 +29,35 @@ WRAPPERS = {
 }
 
 
+class Parts(torch.nn.Module):
+    """Calls the parts of a model in place of its forward."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        for part in self.model:
+            x = part(x.to(self.model[0].weight.dtype))
+        return x
+
+
+class TrainStep(DistributedDataParallel):
+    """Runs the module without torch's forward, as the wrapper of mmcv 1 does."""
+
+    def forward(self, x):
+        output = self.module(x)
+        if self.require_backward_grad_sync:
+            self.reducer.prepare_for_backward([])
+        return output
+
+
+OTHER_FORWARDS = {
+    "parts": lambda model: DistributedDataParallel(Parts(model)),
+    "train step": TrainStep,
+}
+
+
 def prepare(level, seed, **options):
     return initialized(level, net(seed), **options)
 
@@ -58,7 +87,9 @@ def train_on_data_of(rank, model, optimizer, steps=3):
 
 
 def run_on_rank(rank, program, level, wrapper, *args):
-    pair = program(level, WRAPPERS.get(wrapper), rank, partial(rank_batch, rank), *args)
+    pair = program(
+        level, {**WRAPPERS, **OTHER_FORWARDS}.get(wrapper), rank, partial(rank_batch, rank), *args
+    )
     return state(*pair)
 
 

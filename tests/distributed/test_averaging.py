@@ -80,3 +80,23 @@ def test_averages_are_those_of_the_masters_on_all_ranks(on_two_ranks, level, way
     _, expected = on_two_ranks(trained_on, None, way)[0]
     tolerance = 32 * EPS[level]
     torch.testing.assert_close(masters, expected, rtol=tolerance, atol=tolerance)
+
+
+def trained_after_sending(rank, level):
+    """Rank 0 has stepped before it sends its masters by hand."""
+    model = loops.net(seed=0)
+    model, optimizer = initialized(level, model, loops.sgd(model.parameters()))
+    if rank == 0:
+        loops.train(model, optimizer, steps=1)
+    for master in amp.master_params(optimizer):
+        with torch.no_grad():
+            dist.broadcast(master, 0)
+        torch.autograd.graph.increment_version(master)
+    loops.train(model, optimizer, steps=2)
+    return loops.masters(optimizer)
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_masters_that_are_sent_by_hand_are_alike_on_all_ranks(on_two_ranks, level):
+    first, second = on_two_ranks(trained_after_sending, level)
+    assert loops.same(first, second)

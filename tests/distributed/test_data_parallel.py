@@ -118,6 +118,13 @@ def test_gradients_accumulated_without_sync_are_sent_with_the_last(
     cases.assert_runs_as_one(on_two_ranks, accumulate, level, wrapper, delay, eps=8)
 
 
+@loops.every(level=loops.MIXED, wrapper=cases.OTHER_FORWARDS)
+def test_so_they_are_where_no_forward_of_the_model_runs_under_the_wrapper_s(
+    on_two_ranks, level, wrapper
+):
+    cases.assert_runs_as_one(on_two_ranks, accumulate, level, wrapper, False, eps=8)
+
+
 def sum_of_many(rank, level, wrapper, kind):
     """Passes of one rank alone, which add ones to a large gradient, before one that is sent."""
     model, optimizer = cases.initialized(level, loops.Weights(), loss_scale=1.0)

@@ -61,6 +61,7 @@ def test_an_overflow_is_one_line_for_each_pass(capsys, level):
         for loss_id in (0, 1, 0, 1):
             overflow(model, optimizer, loss_id=loss_id)
         optimizer.step()
+        optimizer.zero_grad()
     scaled_backward(small_loss(model), optimizer)
     expected = [LINE.format(i, 65536.0 / 2**count) for count in (1, 2, 3, 4) for i in (0, 1)]
     assert capsys.readouterr().out == "".join(expected)

@@ -345,7 +345,7 @@ CUTS = [
     (
         "net[1](net[0](x).detach()).sum()",
         "backward passes end in Linear[1].\n{line}\n{source}\nWhat comes before it is data, "
-        "detached, frozen, or an integer.\nGradients reach Linear[1]:bias, Linear[1]:weight. ",
+        "detached, frozen, or an integer.\nGradients reach Linear[1]:bias, Linear[1]:weight: ",
     ),
     ("(net(x).round().int() * scale).sum()", "backward passes end outside the model.\n{line}"),
     ("net(x).sum().detach().requires_grad_()", "no operator ran backward, as if the loss were"),

@@ -162,6 +162,7 @@ class BackwardPass:
             prepared.create_missing_masters()
             if not prepared.steps:
                 prepared.session.check_shards()
+                wrappers.find(prepared.trained_params())
             if not (wrappers.states or fsdp.groups):
                 continue
             trained = prepared.trained_params()

@@ -211,7 +211,8 @@ class MasterState(enum.Enum):
     """From before the conversion. They may differ between ranks; with several ranks, the first step
     drops them."""
     EXACT = enum.auto()
-    """Loaded, or sent by a wrapper; kept where the weight still is the rounded master."""
+    """Loaded, sent by a wrapper, or written by a script; kept where the weight still is the rounded
+    master."""
     TRAINED = enum.auto()
     """Stepped; from now on, version counters tell whether the weight was written."""
 
@@ -336,6 +337,7 @@ def update_model_from_masters(pairs: Iterable[MasterPair], *, ends_step: bool = 
     stepped: list[MasterPair] = []
     if not ends_step:
         stepped = [pair for pair in written if pair._master_version == this_step]
+        mark_exact([pair for pair in written if pair.state is MasterState.FRESH])
     round_masters(written)
     for pair in stepped:
         pair._master_version = this_step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from torch import Tensor, distributed
@@ -28,6 +29,12 @@ def active_wrapper() -> DistributedDataParallel | None:
 def sends(wrapper: DistributedDataParallel) -> bool:
     """Returns whether the wrapper sends the gradients of a forward pass that begins now."""
     return bool(wrapper.require_backward_grad_sync or wrapper.__dict__.get(SENDS_LATER))
+
+
+def live_wrappers() -> list[DistributedDataParallel]:
+    """Returns all wrappers of this process, oldest first, by a walk through all objects."""
+    objects = gc.get_objects()
+    return [each for each in objects if issubclass(type(each), DistributedDataParallel)]
 
 
 def broadcast(wrapper: DistributedDataParallel, tensors: list[Tensor]) -> None:

@@ -53,12 +53,10 @@ class GradientEnds(Trace):
         else:
             text = f"backward passes end {place.where}.\n{place.shown}\n{_BEFORE}"
         names = [*filter(None, self._reached)]
-        if not names:
-            return f"No weight got a gradient: {text}"
-        return (
-            f"No step found a gradient: {text}\nGradients reach {listed(names)}. The optimizer "
-            "holds other parameters, or they were cleared before the step."
-        )
+        if names:
+            text += f"\nGradients reach {listed(names)}: not the optimizer's, or cleared before."
+            return f"No step found a gradient: {text}"
+        return f"No weight got a gradient: {text}"
 
     def _after(self, call: Call, before: Any, result: Any) -> None:
         """Records the operator, if it is the last one so far of a backward pass."""

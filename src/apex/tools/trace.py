@@ -179,9 +179,7 @@ def _verdict(script: str, seen: Seen) -> list[str]:
 def _remarks(script: str, seen: Seen, ending: Ending) -> list[str]:
     lines = _ended(ending)
     if seen.healed and seen.first is None:
-        is_settled = seen.steps and seen.healed < seen.passes
-        is_settled = seen.steps > 0 and seen.healed < seen.passes
-        state = "Healthy" if is_settled else "Not settled"
+        state = "Healthy" if seen.steps and seen.healed < seen.passes else "Not settled"
         lines.append(
             f"{state}: {seen.healed} of {counted(seen.passes, 'backward pass', 'es')} "
             "overflowed. This makes a dynamic loss scale back off, and the step is skipped."

@@ -117,7 +117,7 @@ class Watch(Observer):
             return
         for prepared in block.prepared_optimizers:
             self.warn(_find_mistake(prepared))
-            if prepared.has_grads() and prepared.overflow.was_skipped_on_host():
+            if _has_uncleared(prepared):
                 self._answers.send(Mistake.UNCLEARED_OVERFLOW, _overflow(prepared))
         self._warn_of_arrived()
         may_change = any(map(_averages, block.prepared_optimizers))
@@ -250,6 +250,14 @@ def _averages(prepared: PreparedOptimizer) -> bool:
     if getattr(prepared.optimizer, "synchronize", None) is not None:
         return True  # Horovod's, BytePS's
     return ranks.world_size() > 1 and not wrappers.of(prepared.trained_params())
+
+
+def _has_uncleared(prepared: PreparedOptimizer) -> bool:
+    """Returns whether gradients of a skipped step are left, as far as is known without waiting."""
+    overflow = prepared.overflow
+    if overflow.pending is not None or prepared.unfinished_pass is not None:
+        return False  # they are of blocks since
+    return prepared.has_grads() and bool(overflow.was_skipped_on_host())
 
 
 @suspend_modes()  # a trace would list these operators as the script's

@@ -26,6 +26,8 @@ class _WrapperState:
             ``None`` without a forward pass since the last pass.
         watched: Whether an output of its last forward pass, or hooks of all its parameters, tell
             when a pass begins.
+        follows_forwards: Whether forward passes of a prepared model tell what it sends. They do
+            not if the wrapped module calls another method of the model.
         shared: Whether its masters have been made equal on all ranks.
         is_local: Whether ranks may hold gradients that it has yet to send, as of passes under
             ``no_sync`` or around it.
@@ -35,12 +37,14 @@ class _WrapperState:
     sent: set[int]
     sends: bool | None = None
     watched: bool = False
+    follows_forwards: bool = False
     shared: bool = False
     is_local: bool = True
 
     def mark_forward(self, wrapper: DistributedDataParallel, *, watched: bool) -> None:
         """Records whether a forward pass that begins now will send its gradients."""
         self.watched = watched
+        self.follows_forwards = True
         self.sends = ddp.sends(wrapper) or bool(self.sends)
         self.is_local |= not self.sends
 
@@ -48,7 +52,7 @@ class _WrapperState:
         """Records that a pass has ended: a forward pass sends only one."""
         # Without a forward pass since, a wrapper has sent nothing: what is local stays so.
         if self.sends or not is_sent:
-            self.is_local = not is_sent
+            self.is_local = not (is_sent and self.follows_forwards)
         if not ddp.is_unfinished(wrapper):
             self.sends = None
 
@@ -83,11 +87,7 @@ class DDPWrappers:
         state = self._state_of(wrapper)
         if state is None:
             ddp.rebuild_reducer(wrapper)  # it may be older than the parameters' casts
-            ignored = wrapper.parameters_to_ignore
-            named = wrapper.module.named_parameters()
-            sent = {id(param) for name, param in named if name not in ignored}
-            state = _WrapperState(weakref.ref(wrapper, self._forget), sent)
-            self.states.append(state)
+            state = self._add(wrapper)
         if drifts and ddp.is_joining(wrapper):
             # A join ends by broadcasting the last rank's rounded weights: masters would drift
             # apart, and ranks that finish early stop updating their loss scale.
@@ -97,6 +97,22 @@ class DDPWrappers:
                 "DistributedSampler does."
             )
         state.mark_forward(wrapper, watched=watched)
+
+    def _add(self, wrapper: DistributedDataParallel) -> _WrapperState:
+        ignored = wrapper.parameters_to_ignore
+        named = wrapper.module.named_parameters()
+        sent = {id(param) for name, param in named if name not in ignored}
+        state = _WrapperState(weakref.ref(wrapper, self._forget), sent)
+        self.states.append(state)
+        return state
+
+    def find(self, params: Sequence[Tensor]) -> None:
+        """Finds the wrappers of parameters under which no prepared model's forward has run."""
+        if ranks.world_size() == 1 or self.of(params):
+            return
+        for wrapper in ddp.live_wrappers():
+            if self._state_of(wrapper) is None:
+                self._add(wrapper)
 
     def mark_compiled_forward(self, *, watched: bool) -> None:
         """As :meth:`mark_forward`, where compiled code runs under the active wrapper, if known."""
@@ -139,6 +155,10 @@ class DDPWrappers:
 
     def shares(self, params: Sequence[Tensor]) -> bool:
         """Returns whether this pass sends all gradients of the parameters' wrappers, if any."""
+        for wrapper, state in self.of(params):
+            if not state.follows_forwards:
+                state.sends = ddp.sends(wrapper)
+                state.is_local |= not state.sends
         sends = {state.sends for _, state in self.of(params)}
         return not sends or (True in sends and False not in sends)
 
