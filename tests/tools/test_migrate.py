@@ -234,6 +234,9 @@ def test_a_step_with_gradients_is_not_judged_where_it_may_be_contribs():
 WRAPPED = [
     ("amp.initialize(DDP(m), o)", "pass the model itself, and wrap it after amp.initialize"),
     ("m = DDP(m)\namp.initialize(m, o)", "pass the model itself"),
+    ("amp.initialize(DDP(m).cuda(), o)", "pass the model itself"),
+    ("m = DDP(m)\nm = m.to(device)\namp.initialize(m, o)", "pass the model itself"),
+    ("amp.initialize(DDP(m).module, o)", ""),
     ("m = amp.initialize(m)\nm = DDP(m)\ntrain(m)", ""),
     ("m = DDP(m)\nm = net\namp.initialize(m, o)", ""),
     ("amp.initialize(self.DataParallel(m), o)", ""),

@@ -190,7 +190,8 @@ class _Visitor(ast.NodeVisitor):
                 if owner:
                     return f"{owner}.{node.attr}"
             case ast.Call():
-                if self._full_name(node.func).endswith("DataParallel"):
+                name = self._full_name(node.func)
+                if name.endswith(("DataParallel", "DataParallel().cuda", "DataParallel().to")):
                     return _WRAPPED_MODEL
         return ""
 
