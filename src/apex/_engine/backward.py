@@ -349,7 +349,8 @@ class BackwardPass:
                     self._finish()
                 self._note_shared()
         finally:
-            self._abort()
+            if self._state is _State.OPEN:
+                self._abort()
             return_views()
             self.session.observer.block_ends(self)
 
@@ -446,8 +447,6 @@ class BackwardPass:
 
     def _abort(self) -> None:
         """Drops the gradients of an open pass, but for those that it has added in place."""
-        if self._state is not _State.OPEN:
-            return
         self._state = _State.FAILED
         self._end_loans(failed=True)
         if self.adds_in_place:
