@@ -32,7 +32,7 @@ def sends(wrapper: DistributedDataParallel) -> bool:
 
 
 def live_wrappers() -> list[DistributedDataParallel]:
-    """Returns all wrappers of this process, oldest first, by a walk through all objects."""
+    """Returns all wrappers of this process, in any order, by a walk through all objects."""
     objects = gc.get_objects()
     return [each for each in objects if issubclass(type(each), DistributedDataParallel)]
 

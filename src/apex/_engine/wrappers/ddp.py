@@ -84,10 +84,9 @@ class DDPWrappers:
         """
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return  # no pass follows
-        state = self._state_of(wrapper)
-        if state is None:
+        state = self._state_of(wrapper) or self._add(wrapper)
+        if not state.follows_forwards:
             ddp.rebuild_reducer(wrapper)  # it may be older than the parameters' casts
-            state = self._add(wrapper)
         if drifts and ddp.is_joining(wrapper):
             # A join ends by broadcasting the last rank's rounded weights: masters would drift
             # apart, and ranks that finish early stop updating their loss scale.
@@ -110,9 +109,14 @@ class DDPWrappers:
         """Finds the wrappers of parameters under which no prepared model's forward has run."""
         if ranks.world_size() == 1 or self.of(params):
             return
+        positions = {id(param): position for position, param in enumerate(params)}
+        found: dict[int, DistributedDataParallel] = {}
         for wrapper in ddp.live_wrappers():
-            if self._state_of(wrapper) is None:
-                self._add(wrapper)
+            own = [positions[id(p)] for p in wrapper.parameters() if id(p) in positions]
+            if own:
+                found[own[0]] = wrapper
+        for position in sorted(found):  # so that all ranks communicate alike
+            self._add(found[position])
 
     def mark_compiled_forward(self, *, watched: bool) -> None:
         """As :meth:`mark_forward`, where compiled code runs under the active wrapper, if known."""
