@@ -81,6 +81,17 @@ def test_weights_state_and_scale_go_on_in_the_dtypes_of_the_level(saved, before,
     assert not loops.same(list(model_state.values()), end)
 
 
+def test_there_and_back_by_a_level_with_masters_loses_nothing(saved):
+    states = saved("O1", "fused AdamW")
+    for level in ("O5", "O2", OFF, "O4"):
+        model, optimizer = resume_at(level, "fused AdamW", states, load_first=False)
+        states = [model.state_dict(), optimizer.state_dict(), {}]
+        del model, optimizer
+    first = saved("O1", "fused AdamW")
+    assert loops.same(dict(first[0]), dict(states[0]))
+    assert loops.same(first[1]["state"], states[1]["state"])
+
+
 def test_a_frozen_weight_that_has_state_gets_an_exact_master(level):
     model = loops.net()
     model[0].weight.requires_grad_(False)

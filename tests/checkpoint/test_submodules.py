@@ -75,6 +75,17 @@ def test_a_parent_with_two_prepared_models_saves_and_loads_both(level):
     assert loops.same(masters, list(new.values()))
 
 
+def test_a_part_that_loads_in_part_keeps_the_masters_of_the_rest(level):
+    model, optimizer = loops.trained(level, model=nested())
+    before = loops.masters(optimizer)
+    weight = torch.rand(8, 4)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model[0].load_state_dict({"0.weight": weight, "0.bias": torch.zeros(3)})
+    assert loops.same([weight, *before[1:]], loops.masters(optimizer))
+    model[1].load_state_dict({"bias": torch.full((2,), 1 / 3)}, strict=False)
+    assert loops.same([weight, *before[1:3], torch.full((2,), 1 / 3)], loops.masters(optimizer))
+
+
 class Fixed(nn.Linear):
     """Keeps its weights, whatever is loaded."""
 

@@ -119,9 +119,7 @@ def test_gradients_accumulated_without_sync_are_sent_with_the_last(
 
 
 @loops.every(level=loops.MIXED, wrapper=cases.OTHER_FORWARDS)
-def test_so_they_are_where_no_forward_of_the_model_runs_under_the_wrapper_s(
-    on_two_ranks, level, wrapper
-):
+def test_a_wrapper_may_run_the_model_in_another_way_than_its_forward(on_two_ranks, level, wrapper):
     cases.assert_runs_as_one(on_two_ranks, accumulate, level, wrapper, False, eps=8)
 
 

@@ -427,7 +427,7 @@ class BackwardPass:
             scaler.found_inf.zero_()
         if not scaler.is_identity:
             unscale_grads(self.prepared_optimizers, scaler, self._scale)
-            self.scaled = False  # what fails from here on keeps them
+            self.scaled = False  # so that a failure from here on removes no gradients
         adds = False
         flagged: list[PreparedOptimizer] = []
         for prepared in self.prepared_optimizers:

@@ -162,7 +162,6 @@ class DDPWrappers:
         for wrapper, state in self.of(params):
             if not state.follows_forwards:
                 state.sends = ddp.sends(wrapper)
-                state.is_local |= not state.sends
         sends = {state.sends for _, state in self.of(params)}
         return not sends or (True in sends and False not in sends)
 
