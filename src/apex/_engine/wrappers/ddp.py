@@ -22,8 +22,8 @@ class _WrapperState:
     Attributes:
         wrapper: A weak reference to it.
         sent: Ids of the parameters whose gradients it averages over all ranks.
-        sends: Whether a forward pass under it will send its gradients, as the next pass does;
-            ``None`` without a forward pass since the last pass.
+        sends_forward: Whether it will send the gradients of a forward pass that it has run;
+            ``None`` without one since the last pass.
         watched: Whether an output of its last forward pass, or hooks of all its parameters, tell
             when a pass begins.
         follows_forwards: Whether forward passes of a prepared model tell what it sends. They do
@@ -35,7 +35,7 @@ class _WrapperState:
 
     wrapper: weakref.ref[DistributedDataParallel]
     sent: set[int]
-    sends: bool | None = None
+    sends_forward: bool | None = None
     watched: bool = False
     follows_forwards: bool = False
     shared: bool = False
@@ -45,16 +45,20 @@ class _WrapperState:
         """Records whether a forward pass that begins now will send its gradients."""
         self.watched = watched
         self.follows_forwards = True
-        self.sends = ddp.sends(wrapper) or bool(self.sends)
-        self.is_local |= not self.sends
+        self.sends_forward = ddp.sends(wrapper) or bool(self.sends_forward)
+        self.is_local |= not self.sends_forward
+
+    def sends(self, wrapper: DistributedDataParallel) -> bool | None:
+        """Returns whether the next pass sends its gradients; ``None`` if nothing has told."""
+        return self.sends_forward if self.follows_forwards else ddp.sends(wrapper)
 
     def end_pass(self, wrapper: DistributedDataParallel, *, is_sent: bool) -> None:
         """Records that a pass has ended: a forward pass sends only one."""
         # Without a forward pass since, a wrapper has sent nothing: what is local stays so.
-        if self.sends or not is_sent:
-            self.is_local = not (is_sent and self.follows_forwards)
+        if self.sends_forward or not is_sent:
+            self.is_local = not is_sent
         if not ddp.is_unfinished(wrapper):
-            self.sends = None
+            self.sends_forward = None
 
 
 class DDPWrappers:
@@ -152,17 +156,14 @@ class DDPWrappers:
     def sent(self, params: Sequence[Tensor]) -> set[int]:
         """Returns ids of those of the parameters whose gradients wrappers send in this pass."""
         sent: set[int] = set()
-        for _, state in self.of(params):
-            if state.sends:
+        for wrapper, state in self.of(params):
+            if state.sends(wrapper):
                 sent |= state.sent.intersection(map(id, params))
         return sent
 
     def shares(self, params: Sequence[Tensor]) -> bool:
         """Returns whether this pass sends all gradients of the parameters' wrappers, if any."""
-        for wrapper, state in self.of(params):
-            if not state.follows_forwards:
-                state.sends = ddp.sends(wrapper)
-        sends = {state.sends for _, state in self.of(params)}
+        sends = {state.sends(wrapper) for wrapper, state in self.of(params)}
         return not sends or (True in sends and False not in sends)
 
     def of(self, params: Sequence[Tensor]) -> list[tuple[DistributedDataParallel, _WrapperState]]:
@@ -211,7 +212,8 @@ class DDPWrappers:
 
     def sends_earlier(self, params: Sequence[Tensor]) -> bool:
         """Returns whether this pass sends what ranks may hold of earlier ones."""
-        return any(state.is_local and state.sends for _, state in self.of(params))
+        found = self.of(params)
+        return any(state.is_local and state.sends(wrapper) for wrapper, state in found)
 
     def share_masters(self, params: Sequence[Tensor]) -> None:
         """Broadcasts masters, once for each wrapper of the parameters.
