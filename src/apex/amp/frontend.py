@@ -135,7 +135,7 @@ def initialize(
         backoff_factor: Multiplier after an overflow; between 0 and 1.
         keep_fp32_values: Whether :func:`restore` also restores, bit for bit, the weights that no
             optimizer steps (frozen weights, inference-only models). Costs 4 bytes per element;
-            weights with masters, and buffers, are always restored exactly.
+            the fp32 values of weights with masters, and of buffers, are always restored.
 
     Returns:
         The models as given (one, list or tuple), followed by the optimizers as given if there are
