@@ -220,6 +220,18 @@ def test_casts_stay_on_for_a_model_that_is_not_restored(level):
         assert models[0](x).dtype is torch.float32
 
 
+@pytest.mark.parametrize("call", ["restore", "half"])
+def test_a_part_that_was_prepared_too_becomes_plain_with_its_model(level, call):
+    model = loops.net()
+    amp.initialize([model[0], model], opt_level=level, verbosity=0)
+    if call == "restore":
+        amp.restore(model)
+    else:
+        model.half().float()
+    assert type(model[0]) is nn.Linear
+    assert model(torch.ones(2, 4)).dtype is loops.product() is torch.float32
+
+
 @masters
 def test_a_model_restored_alone_is_fp32_and_its_prepared_optimizer_trains_it_on(level):
     model, optimizer = loops.prepared(level)

@@ -34,7 +34,8 @@ def make_plain(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> 
         if prepared.drop_overflowed():
             drops_grads = True
     sessions = {prepared.session for prepared in prepared_optimizers}
-    sessions |= {state.session for state in map(state_of, models) if state is not None}
+    parts = [part for model in models for part in model.modules()]
+    sessions |= {state.session for state in map(state_of, parts) if state is not None}
     for model in models:
         casts.restore(model)
     for prepared in prepared_optimizers:
