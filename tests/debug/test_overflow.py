@@ -112,6 +112,17 @@ def test_transforms_of_torch_func_and_control_flow_run_under_a_trace(tool):
         assert "(largest finite input 0)" in trace.first.what
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("tool", ["trace_overflow", "trace_rounding"])
+def test_a_model_that_torch_jit_has_traced_runs_under_a_trace(tool):
+    x = torch.full((1, 2), 1e30)
+    net = torch.jit.trace(nn.Linear(2, 1), x)
+    with getattr(amp.debug, tool)() as trace:
+        net(x).square().backward()
+    if tool == "trace_overflow":
+        assert trace.first.op == "aten.pow"
+
+
 @pytest.mark.parametrize("tool", ["trace_overflow", "trace_rounding"])
 def test_a_graph_that_make_fx_records_holds_no_operator_of_a_trace(tool):
     net = nn.Linear(2, 2).bfloat16()

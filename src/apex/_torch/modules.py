@@ -52,9 +52,10 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _stripped(model: nn.Module) -> nn.Module:
-    """Returns a module with the attributes of ``model``, without the methods of its class."""
-    stripped = nn.Module.__new__(nn.Module)
-    stripped.__dict__ = model.__dict__
+    """Returns a module with the contents of ``model``, without the methods of its class."""
+    stripped = nn.Module()
+    for name in ("_parameters", "_buffers", "_modules"):
+        vars(stripped)[name] = getattr(model, name)  # of traced modules, not in their vars()
     return stripped
 
 
