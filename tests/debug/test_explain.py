@@ -127,11 +127,15 @@ def test_nothing_changes(level, raises):
     buffers = dict(model.named_buffers())
     x = torch.randn(3, 4)
     before, given, scales = everything(model), x.clone(), amp.state_dict()
+    grads = [param.grad for param in model.parameters()]
+    dtypes = [grad.dtype for grad in grads]
     with pytest.raises(KeyError, match="the model's own") if raises else nullcontext():
         assert explain(model, x).ops
     assert same((everything(model), x), (before, given))
     assert amp.state_dict() == scales
     assert all(buffers[name] is buffer for name, buffer in model.named_buffers())
+    assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
+    assert [grad.dtype for grad in grads] == dtypes
 
 
 def test_casts_are_off_in_a_backward_pass_as_in_scale_loss():

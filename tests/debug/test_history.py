@@ -37,6 +37,14 @@ def test_every_pass_is_recorded_with_its_scale_and_the_norm_of_unscaled_gradient
     assert history.skipped == 1
 
 
+def test_gradients_stay_in_16_bits():
+    model, optimizer = loops.prepared("O5")
+    with amp.debug.History(optimizer) as history:
+        loops.backward(model, optimizer, *loops.batch())
+    assert model[0].weight.grad.dtype is torch.bfloat16
+    assert history.passes[0].grad_norm == pytest.approx(norm_of(optimizer), rel=1e-6)
+
+
 def test_the_plot_shows_scales_and_marks_overflows(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     model, optimizer = loops.prepared("O2")

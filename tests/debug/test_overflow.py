@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, grad, hessian, vmap
+from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -105,6 +105,7 @@ def test_transforms_of_torch_func_and_control_flow_run_under_a_trace(tool):
     with getattr(amp.debug, tool)() as trace:
         hessian(lambda x: net(x).square().sum())(torch.ones(2))
         vmap(grad(loss), (None, 0))(params, torch.ones(3, 2))
+        jvp(lambda x: x * 2, (net(torch.ones(2)),), (torch.ones(1),))
         if TORCH_VERSION > (2, 8):  # which shows it to no mode
             torch.cond(torch.tensor(True), torch.sin, torch.cos, (torch.ones(2),))
     if tool == "trace_overflow":

@@ -56,6 +56,8 @@ class ReturnsInfinity(torch.autograd.Function):
 # By operator, kind and cause of the fault, and its direction and dtype if not forward in float32.
 FORMULAS = {
     "sum, inf, range, forward, float16": lambda self, x: (x * 4e4).half().sum(-1).float(),
+    "prod, inf, range": lambda self, x: (x * 1e30).prod(-1),
+    "pow, inf, range": lambda self, x: 10.0 ** (x * 1000),
     "log, inf, domain": lambda self, x: (x - x.detach()).log(),
     "div, inf, derivative, backward, float32": lambda self, x: (x - x.detach()).sqrt(),
     "acos, nan, domain": lambda self, x: (x * 1.5).acos(),

@@ -23,8 +23,8 @@ _DIVIDES = operators(
 _POWERS = operators("pow rsqrt sqrt")
 
 _DEFINED_EVERYWHERE = operators(
-    """exp exp2 expm1 sinh cosh mul add sub square mm bmm addmm baddbmm sum cumsum
-    convolution"""
+    """exp exp2 expm1 sinh cosh mul add sub square mm bmm addmm baddbmm sum cumsum prod cumprod
+    convolution i0 special_erfcx linalg_matrix_exp linalg_det"""
 )
 """Operators with a true result for all finite inputs."""
 
@@ -166,7 +166,10 @@ class Birth:
     @property
     def _is_defined(self) -> bool:
         """Whether the inputs have a true result, which exceeds the dtype."""
-        if self.kind == "inf" and self.name in _DEFINED_EVERYWHERE:  # beyond float64, too
+        # A power of a positive number, or with a positive exponent: it divides by no 0.
+        is_power = self.name == "pow" and min(self.numbers, default=0.0) > 0.0
+        is_defined = is_power or self.name in _DEFINED_EVERYWHERE
+        if self.kind == "inf" and is_defined:  # beyond float64, too
             return True
         if self.true is not None:
             return math.isfinite(self.true)

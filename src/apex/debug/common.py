@@ -160,14 +160,19 @@ def preserve_state(model: nn.Module, arguments: object) -> Iterator[None]:
     """Restores, at the end of the block, the state that running a model changes.
 
     This covers the random number generators (torch's on the CPU and on the model's devices,
-    Python's and numpy's), the model's buffers and the tensors among the arguments. Autocast's
-    weight cache is cleared, because a weight cast inside belongs to a graph that no longer exists.
+    Python's and numpy's), the model's gradients and buffers and the tensors among the arguments.
+    Autocast's weight cache is cleared, because a weight cast inside belongs to a graph that no
+    longer exists.
 
     Costs a copy of the buffers and of the arguments' tensors.
     """
     with ExitStack() as stack:
         stack.callback(torch.clear_autocast_cache)
         _restore_random_numbers(stack, model)
+        for _, param in named_parameters(model):
+            if param.is_leaf:  # a deep copy of a traced module has others
+                stack.callback(setattr, param, "grad", param.grad)
+                param.grad = None
         for module in model.modules():
             buffers = dict(module._buffers)
             stack.callback(_restore_buffers, module, buffers)

@@ -49,7 +49,7 @@ WIDE = {
 }
 """The dtypes of values that are checked, and the widest of their kind."""
 
-SAVES_INFINITIES = ("ctc_loss", "scaled_dot_product", "flash_attention", "efficient")
+SAVES_INFINITIES = ("ctc_loss", "scaled_dot_product", "flash_attention", "efficient_attention")
 """Name prefixes of operators whose outputs after the first may contain infinities.
 
 These outputs are saved for the backward pass.

@@ -227,7 +227,7 @@ class History:
             return
         scaler = ended.scaler
         scale = scaler.loss_scale
-        norm = _norm(prepared.params()).to(scale.device, torch.float32)
+        norm = _norm(prepared.trained_params()).to(scale.device, torch.float32)
         numbers = torch.stack([scale, scaler.found_inf, norm])
         self._readback.send(scaler.loss_id, numbers)
         self._read(wait=False)

@@ -136,22 +136,15 @@ class OverflowCallback(TrainerCallback):
         trace = trace_overflow(model)
         if _is_sharded(model):
             return trace
-        grads = {param: param.grad for param in model.parameters()}
-        try:
-            for args, kwargs, _ in [*self._calls]:  # a copy, because the hook appends to the list
-                for param in grads:
-                    param.grad = None
-                trace = trace_overflow(model, scaler=scaler)
-                with preserve_state(model, (args, kwargs)), trace:
-                    loss = _loss_of(model(*args, **kwargs))
-                    if loss is not None:
-                        scaled_loss = loss if scaler is None else scaler.scale(loss)
-                        scaled_loss.backward()
-                if trace.first is not None:
-                    break
-        finally:
-            for param, grad in grads.items():
-                param.grad = grad
+        for args, kwargs, _ in [*self._calls]:  # a copy, because the hook appends to the list
+            trace = trace_overflow(model, scaler=scaler)
+            with preserve_state(model, (args, kwargs)), trace:
+                loss = _loss_of(model(*args, **kwargs))
+                if loss is not None:
+                    scaled_loss = loss if scaler is None else scaler.scale(loss)
+                    scaled_loss.backward()
+            if trace.first is not None:
+                break
         return trace
 
     def _report(self, fault: str, trace: OverflowTrace, model: nn.Module, stem: Path) -> None:

@@ -34,6 +34,9 @@ _log = logging.getLogger("apex")
 _AVERAGE = "Average plain = copy.copy(model), the fp32 model that shares the masters."
 """The fix for averages in 16 bits."""
 
+_LEAVE_OUT = " A model that no optimizer trains stays in fp32 if amp.initialize does not get it."
+"""The fix for weights of a model of its own: the options apply to all models of a call."""
+
 _Arguments = dict[Any, Any]
 """A call's arguments by name; those in ``*args`` by position."""
 
@@ -175,13 +178,16 @@ class Writes:
         else:
             yield
         if lost:
+            options = _fp32_options(model, lost)
+            if not buffers:
+                options += _LEAVE_OUT
             self.tell(
                 "tensors",
                 "amp: %s updates 16-bit tensors during training, so small changes are lost (a "
                 "running average stops moving, a bf16 counter sticks at 256): %s. %s",
                 type(model).__name__,
                 ", ".join(lost[:4]),
-                _fp32_options(model, lost),
+                options,
             )
         self._check_arguments(model, _by_name(names, given), arguments, passed)
 
