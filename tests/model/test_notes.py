@@ -238,7 +238,8 @@ def test_a_teacher_that_is_a_model_of_its_own_is_named(caplog, level, frozen, al
         with torch.no_grad():
             for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
                 old.mul_(0.999).add_(new, alpha=0.001)
-    named_once(caplog, "0.weight, 0.bias", "fp32_modules=['0']", "if amp.initialize does not get it")
+    words = "0.weight, 0.bias", "fp32_modules=['0']", "if amp.initialize does not get it"
+    named_once(caplog, *words)
 
 
 def test_checkpoints_that_are_loaded_one_after_another_are_not_named(caplog):
