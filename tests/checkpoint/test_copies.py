@@ -283,13 +283,11 @@ def test_a_copy_outlives_the_session_and_is_also_made_in_inference_mode(level):
         assert loops.same(state, dict(copied.state_dict()))
 
 
-def test_plain_copies_are_returned_by_restore_and_wrappers_refused():
+def test_restore_returns_plain_copies_as_they_are():
     model, optimizer = pair_trained("O5")
     pair = copy.deepcopy((model, optimizer))
     assert amp.restore(*pair) == pair
     assert amp.restore(pair[0]) is pair[0]
-    with pytest.raises(ValueError, match="without a wrapper"):
-        amp.restore(nn.Sequential(model))
     with pytest.raises(ValueError, match=r"optimizer .* not prepared"):
         amp.restore(model, pair[1])
 

@@ -57,7 +57,7 @@ def test_a_class_of_models_uses_up_the_recompile_limit_of_no_other(level):
 @pytest.mark.parametrize("compile_model", ["torch.compile first", "model.compile first", "after"])
 @pytest.mark.parametrize("level", ["O2", "O4"])
 def test_a_model_may_be_compiled_before_or_after_initialize(level, compile_model):
-    model = loops.net()
+    inner = model = loops.net()
     if compile_model == "torch.compile first":
         model, graphs = cases.compiled(model)
     if compile_model == "model.compile first":
@@ -69,6 +69,7 @@ def test_a_model_may_be_compiled_before_or_after_initialize(level, compile_model
     for batch in [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(3)]:
         expected = loops.train_step(*reference, *batch)
         assert loops.same(loops.train_step(model, optimizer, *batch), expected)
+    assert loops.same(inner(batch[0]), model(batch[0]))
     if compile_model != "model.compile first":
         assert graphs.frame_count == 1
 

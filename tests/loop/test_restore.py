@@ -232,6 +232,21 @@ def test_a_part_that_was_prepared_too_becomes_plain_with_its_model(level, call):
     assert model(torch.ones(2, 4)).dtype is loops.product() is torch.float32
 
 
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [compiled, nn.DataParallel, nn.Sequential])
+def test_a_model_in_a_wrapper_becomes_plain(level, wrap):
+    model, optimizer = loops.trained(level)
+    expected = loops.masters(optimizer)
+    wrapper = wrap(model)
+    assert amp.restore(wrapper, optimizer) == (wrapper, optimizer)
+    assert type(model) is nn.Sequential
+    assert loops.same(loops.values(model.parameters()), expected)
+    assert wrapper(torch.ones(2, 4)).dtype is torch.float32
+
+
 @masters
 def test_a_model_restored_alone_is_fp32_and_its_prepared_optimizer_trains_it_on(level):
     model, optimizer = loops.prepared(level)
@@ -258,7 +273,6 @@ def test_what_amp_has_not_prepared_is_refused_and_nothing_changes(level):
     refused(ValueError, words, [model, other], optimizer)
     words = r"optimizer \(SGD\) that amp has not prepared"
     refused(ValueError, words, model, loops.sgd(model.parameters()))
-    refused(ValueError, "without a wrapper", nn.DataParallel(model))
     refused(ValueError, "same model twice. Pass each model once", [model, model], optimizer)
     refused(TypeError, "got str instead of a model", "net")
     refused(TypeError, "got str instead of an optimizer", model, "sgd")

@@ -34,8 +34,7 @@ def make_plain(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> 
         if prepared.drop_overflowed():
             drops_grads = True
     sessions = {prepared.session for prepared in prepared_optimizers}
-    parts = [part for model in models for part in model.modules()]
-    sessions |= {state.session for state in map(state_of, parts) if state is not None}
+    sessions |= {state.session for state in map(state_of, models) if state is not None}
     for model in models:
         casts.restore(model)
     for prepared in prepared_optimizers:

@@ -11,6 +11,12 @@ ORTHOGONAL = parametrizations._Orthogonal
 """The parametrization of orthogonal weights, by ``matrix_exp`` or functions without 16 bits."""
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Returns the module inside ``torch.compile(model)``; others themselves."""
+    inner = "_orig_mod"  # private in torch
+    return model.get_submodule(inner) if inner in model._modules else model
+
+
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields every parameter once, by qualified name, past methods of the model's own class.
 

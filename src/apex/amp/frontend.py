@@ -239,7 +239,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
     Op casts end with the last model of their call.
 
     Args:
-        models: A prepared model, or a list or tuple of them.
+        models: A prepared model, or what contains one, or a list or tuple of them.
         optimizers: Their optimizer, or a list or tuple of them; ``None`` if there are none.
 
     Returns:
@@ -247,8 +247,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
         copies are.
 
     Raises:
-        ValueError: If only some of them are prepared, or a model is in a wrapper; nothing changes
-            in this case.
+        ValueError: If only some of them are prepared; nothing changes in this case.
         RuntimeError: Under ``torch.inference_mode()``, for models that were converted.
 
     Example:
@@ -261,10 +260,10 @@ def restore(models: Any, optimizers: Any = None) -> Any:
     """
     model_list = inputs.model_list(models)
     optimizer_list = [] if optimizers is None else unwrapped(optimizers)
-    parts = [part for model in model_list for part in model.modules()]
-    if any(map(is_converted, parts)) or any(map(prepared_state, optimizer_list)):
+    prepared = [part for model in model_list for part in model.modules() if is_converted(part)]
+    if prepared or any(map(prepared_state, optimizer_list)):
         inputs.check_prepared(model_list, optimizer_list)
-        drops_grads = make_plain([*filter(is_converted, model_list)], optimizer_list)
+        drops_grads = make_plain(prepared, optimizer_list)
         if drops_grads:
             warnings.warn(
                 "amp.restore was called between an overflow and the step that amp would have "

@@ -20,7 +20,7 @@ from apex._engine.conversion.state import is_converted
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.wrappers import zero
 from apex._torch import parameters
-from apex._torch.modules import params_in
+from apex._torch.modules import params_in, uncompiled
 from apex.amp._amp_state import _amp_state
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -49,7 +49,7 @@ def takes_dtype_at(position: int, name: str) -> Callable[[F], F]:
 
 
 def model_list(models: object, *, to_16_bits: bool = False) -> list[nn.Module]:
-    """Returns the models as a list, and the module inside a proxy in place of the proxy.
+    """Returns the models as a list, and the module inside a proxy or a compiled model in its place.
 
     A proxy is an object that is a module only by its ``__class__``, such as a model of
     classy_vision. Its own code runs under the op casts, or in fp32.
@@ -74,7 +74,8 @@ def model_list(models: object, *, to_16_bits: bool = False) -> list[nn.Module]:
                 f"amp.initialize got a model of type {type(model).__name__}, an object that stands "
                 "for a torch.nn.Module. Pass the module inside it, or use opt_level O1 or O4."
             )
-        unwrapped.append(next(iter(model.modules())) if is_proxy else model)
+        inner = next(iter(model.modules())) if is_proxy else model
+        unwrapped.append(uncompiled(inner))
     return unwrapped
 
 
@@ -221,10 +222,11 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
             )
         mastered.update(id(pair.model) for pair in prepared.pairs)
     for model in models:
-        if not is_converted(model) and mastered.isdisjoint(_params([model])):
+        is_prepared = any(map(is_converted, model.modules()))
+        if not is_prepared and mastered.isdisjoint(_params([model])):
             raise ValueError(
                 f"amp.restore got a model ({type(model).__name__}) that amp has not prepared. "
-                "Pass the model that amp.initialize returned, without a wrapper."
+                "Pass the model that amp.initialize returned."
             )
     # Parameters that no prepared model holds any more (a replaced head) do not count.
     held: set[int] = set()

@@ -27,7 +27,7 @@ from torch.nn.modules.module import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._torch.autograd import backward_id
-from apex._torch.modules import named_parameters
+from apex._torch.modules import named_parameters, uncompiled
 
 Direction = Literal["forward", "backward"]
 
@@ -364,13 +364,10 @@ _ABOUT_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global h
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Returns the model inside ``torch.compile`` and data-parallel wrappers."""
-    attribute = "_orig_mod"
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        attribute = "module"
-    inner = getattr(model, attribute, None)
-    if isinstance(inner, nn.Module):
-        return unwrapped(inner)
-    return model
+    inner = uncompiled(model)
+    if isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return unwrapped(inner.module)
+    return inner
 
 
 def prefixed(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
