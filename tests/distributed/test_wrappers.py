@@ -1,6 +1,7 @@
 """Wrappers in unusual places: compiled, copied, several of one optimizer, joined, too early."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,41 @@ def accumulate(rank, parallel, optimizer, model):
             optimizer.step()
             optimizer.zero_grad()
     return cases.state(model, optimizer)
+
+
+class Hides(nn.Module):
+    """Returns an object of the script's own, in which nothing finds tensors."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x):
+        return SimpleNamespace(value=self.body(x))
+
+
+class Shows(nn.Module):
+    def __init__(self, wrapper):
+        super().__init__()
+        self.wrapper = wrapper
+        self.no_sync = wrapper.no_sync
+
+    def forward(self, x):
+        return self.wrapper(x).value
+
+
+def accumulate_hidden(rank, level, hides):
+    body = cases.net(0)
+    model, optimizer = cases.initialized(level, Hides(body) if hides else body)
+    wrapper = DistributedDataParallel(model)
+    wrapper = Shows(wrapper) if hides else wrapper
+    return accumulate(rank, wrapper, optimizer, body)
+
+
+@pytest.mark.parametrize("level", loops.MIXED)
+def test_a_model_whose_output_hides_its_tensors_accumulates_as_any(on_two_ranks, level):
+    expected = cases.alike(on_two_ranks(accumulate_hidden, level, False))
+    assert loops.same(cases.alike(on_two_ranks(accumulate_hidden, level, True)), expected)
 
 
 # -- compiled --------------------------------------------------------------------------------
