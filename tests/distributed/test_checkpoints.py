@@ -73,7 +73,7 @@ def saved(rank, level, folder):
     found = trained_on(rank, model, optimizer, range(2))
     dcp.save(states(model, optimizer), checkpoint_id=folder)
     # In torch 2.6 `get_state_dict` keeps a model alive, and so its casts.
-    amp.restore(getattr(model, "module", model), optimizer)
+    amp.restore(model, optimizer)
     return found
 
 

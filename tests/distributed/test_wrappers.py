@@ -525,7 +525,7 @@ def train_twice(rank, levels, wrap, rewraps):
     model, optimizer = cases.initialized(levels[0], cases.net(rank))
     wrapper = WRAPS[wrap](model)
     loops.train(wrapper, optimizer, data=[cases.rank_batch(rank, 0)])
-    amp.restore(model, optimizer)
+    amp.restore(wrapper, optimizer)
     if levels[1]:
         cases.initialized(levels[1], model, optimizer)
     if rewraps:
