@@ -48,3 +48,22 @@ def test_masters_and_state_move_along(level, name):
         torch.testing.assert_close(masters, expected, rtol=1e-3, atol=1e-4)
         if "used" in name and level == "O5":
             assert waits == []
+
+
+def train_with_offloads(level, offloads):
+    """Masters after three steps on a GPU; with the masters in the CPU's memory in between."""
+    model = loops.net().cuda()
+    model, optimizer = loops.prepared(level, model=model)
+    for x, y in loops.batches(3):
+        loops.train_step(model, optimizer, x.cuda(), y.cuda())
+        for place in ("cpu", "cuda") if offloads else ():
+            for param in optimizer.param_groups[0]["params"]:
+                param.data = param.data.to(place)
+            with torch.no_grad():
+                model(x.cuda())  # generates text, as RLHF does
+    return loops.masters(optimizer)
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_masters_may_be_offloaded_while_the_model_is_evaluated(level):
+    assert loops.same(train_with_offloads(level, True), train_with_offloads(level, False))

@@ -403,6 +403,22 @@ def test_a_scaler_of_apexs_checkpoint_is_read(scaler, steps):
     assert optimizer.loss_scaler._unskipped == steps
 
 
+OF_WINDOW_100 = unpickled(
+    dynamic=True, _loss_scale=2.0, _unskipped=0, **{**BOUNDS, "_scale_seq_len": 100}
+)
+
+
+@pytest.mark.parametrize("saved", [None, OF_WINDOW_100])
+def test_the_window_of_a_saved_scale_is_loaded(saved):
+    _, optimizer = build(OLD, dynamic_loss_scale=True, dynamic_loss_args={"scale_window": 100})
+    state = optimizer.state_dict()
+    if saved is not None:
+        state["loss_scaler"] = saved
+    _, resumed = build(OLD, dynamic_loss_scale=True)
+    resumed.load_state_dict(state)
+    assert resumed.loss_scaler.scale_window == 100
+
+
 def damages(wrapper):
     key = wrapper._masters_key
     yield lambda state: {}

@@ -168,6 +168,12 @@ def test_contrib_steps_take_gradients_scale_and_outputs(kind, nested):
     assert all(p.grad is grad for p, grad in zip(masters, own, strict=True))
     with pytest.raises(ValueError, match=r"got grads in lists of .*as many as parameters"):
         kind(masters, lr=0.05).step(grads=fused.gradients(masters, 0)[:2])
+    before = [param.detach().clone() for param in masters]
+    for argument in ("grads", "output_params"):
+        small = [torch.ones(1) for _ in masters]
+        with pytest.raises(ValueError, match=rf"got {argument} of shape \(1,\) for a parameter"):
+            kind(masters, lr=0.05).step(**{argument: small})
+    fused.assert_same(masters, before, **EXACT)
 
 
 @every(kind=[contrib.FusedAdam, contrib.FusedSGD])

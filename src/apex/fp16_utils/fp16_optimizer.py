@@ -145,6 +145,7 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
                 "dynamic": scale.dynamic,
                 "_loss_scale": scale.cur_scale,
                 "_unskipped": scale.growth_tracker,
+                "_scale_seq_len": scale.scale_window,
             },
             "dynamic_loss_scale": scale.dynamic,
             "overflow": self.overflow,
@@ -159,11 +160,13 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
             value_of = functools.partial(getattr, saved)
         scale = value_of("_loss_scale", None) or value_of("cur_scale", None)
         updates = value_of("cur_iter", 0)
+        window = value_of("scale_window", self.loss_scaler.scale_window)
         return {
             "dynamic": bool(state["dynamic_loss_scale"]),
             "cur_scale": checked_static(scale, "loss_scaler"),
             "cur_iter": int(value_of("_unskipped", updates)),
             "last_overflow_iter": int(value_of("last_overflow_iter", -1)),
+            "scale_window": int(value_of("_scale_seq_len", window)),
         }
 
     def _saved_groups(self) -> list[list[nn.Parameter]]:

@@ -78,7 +78,9 @@ class WeightWatch:
         distances: dict[MasterPair, Tensor] = {}
         with without_overrides():
             for pair in self._pairs:
-                if pair.counts_as_synced and not capturing(pair.model.device):
+                device = pair.model.device
+                is_here = pair.master.device == device  # not offloaded
+                if is_here and pair.counts_as_synced and not capturing(device):
                     weight = sample(dtensor.local(pair.model), self._turn)
                     master = sample(dtensor.local(pair.master), self._turn)
                     difference = master.to(weight.dtype).float() - weight.float()

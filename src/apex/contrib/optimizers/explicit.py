@@ -88,4 +88,11 @@ class ExplicitOptimizer(FusedOptimizer):
         params = chain(*groups)
         tensors = chain(*lists)
         pairs = zip(params, tensors, strict=True)
-        return {param: tensor for param, tensor in pairs if tensor is not None}
+        by_param = {param: tensor for param, tensor in pairs if tensor is not None}
+        for param, tensor in by_param.items():
+            if tensor.numel() != param.numel():  # kernels would read or write foreign memory
+                raise ValueError(
+                    f"step got {name} of shape {tuple(tensor.shape)} for a parameter of shape "
+                    f"{tuple(param.shape)}."
+                )
+        return by_param
