@@ -70,12 +70,21 @@ def test_a_step_that_asks_the_host_is_refused_under_capture(level, make_optimize
         optimizer.step()
 
 
-def test_fused_adam_steps_in_a_graph_as_eagerly(level):
+def step_and_zero(model, optimizer, x, y):
+    """Leaves gradients of zero, to which the next iteration adds."""
+    loops.backward(model, optimizer, x, y)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("iterate", [loops.train_step, step_and_zero])
+def test_fused_adam_steps_in_a_graph_as_eagerly(level, iterate):
     weights = []
     for captured in (True, False):
         make_optimizer = functools.partial(FusedAdam, lr=1e-2, capturable=True)
         model, optimizer, x, y = warmed_up(level, make_optimizer)
-        step = functools.partial(loops.train_step, model, optimizer, x, y)
+        step = functools.partial(iterate, model, optimizer, x, y)
+        step()
         if captured:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):

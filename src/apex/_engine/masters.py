@@ -45,6 +45,7 @@ from torch.utils.hooks import RemovableHandle
 from apex._core import dtypes, rounding
 from apex._torch import dtensor, foreach, parameters, processes, ranks
 from apex._torch.autograd import at_end_of_pass
+from apex._torch.copies import capturing
 from apex._torch.dynamo import untraced
 from apex._torch.parameters import (
     grad_of,
@@ -494,9 +495,12 @@ def widen_nonzero_grads(pairs: Iterable[MasterPair], *, views: bool) -> None:
     added_to: list[MasterPair] = []
     for pair in pairs:
         grad = pair.model.grad
-        if grad is None or is_zero(grad):
+        if grad is None:
             continue
-        if views or not grad._is_view():
+        if is_zero(grad):
+            if capturing(grad.device):  # replays would add to what this pass leaves
+                _replace_grad(pair.model, grad, torch.zeros_like(pair.model))
+        elif views or not grad._is_view():
             added_to.append(pair)
     widen_grads(added_to)
 
