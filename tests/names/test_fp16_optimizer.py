@@ -403,6 +403,14 @@ def test_a_scaler_of_apexs_checkpoint_is_read(scaler, steps):
     assert optimizer.loss_scaler._unskipped == steps
 
 
+def test_a_group_without_parameters_is_saved_and_loaded(wrapper):
+    model = net()
+    groups = [{"params": [*model.parameters()]}, {"params": []}]
+    optimizer = wrapper(torch.optim.SGD(groups, lr=0.1))
+    train_wrapper(model, optimizer, range(2))
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
 OF_WINDOW_100 = unpickled(
     dynamic=True, _loss_scale=2.0, _unskipped=0, **{**BOUNDS, "_scale_seq_len": 100}
 )

@@ -74,6 +74,15 @@ def test_norms_of_one_dtype_are_torchs_own_bit_for_bit(dtype):
     assert torch.equal(ours, F.rms_norm(x, (SIZE,), weight, 1e-5))
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_gradients_of_many_rows_add_up_in_fp32(dtype):
+    """torch's kernel on a CPU, in 16 bits, stands still."""
+    norm = fused.FusedLayerNorm(2).to(dtype)
+    x = torch.randn(4096, 2, generator=torch.Generator().manual_seed(0)).to(dtype)
+    norm(x).backward(torch.full_like(x, 1 / 4096))
+    assert norm.bias.grad.tolist() == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("name", AFFINE)
 def test_autograd_functions_give_what_the_functions_give(name):
     made = tensors()

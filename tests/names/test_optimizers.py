@@ -223,6 +223,7 @@ BAD_OPTIONS = [
     (ValueError, "lr is -1.0; it must be", "FusedAdam", {"lr": -1.0}),
     (TypeError, "lr is '0.1'; it must be a number", "FusedLAMB", {"lr": "0.1"}),
     (TypeError, "betas is 0.9; it must be two numbers", "FusedNovoGrad", {"betas": 0.9}),
+    (TypeError, "bias_correction", "FusedAdam", {"bias_correction": (0.9, 0.99)}),
     (ValueError, "momentum is -1", "FusedSGD", {"lr": 0.1, "momentum": -1.0}),
     (ValueError, "nesterov=True got", "FusedSGD", {"lr": 0.1, "nesterov": True}),
     (ValueError, "lr", "FusedSGD", {}),

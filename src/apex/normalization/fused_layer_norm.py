@@ -71,8 +71,10 @@ def _norm(
     for param in (weight, bias):
         if param is not None:
             dtypes.add(param.dtype)
-    if under_autocast:
-        dtypes.add(torch.float32)  # autocast's own kernels compute norms in fp32
+    # Autocast's own kernels compute norms in fp32. That of layer norm on a CPU would sum the
+    # gradients of weight and bias in 16 bits.
+    if under_autocast or (centered and input.is_cpu):
+        dtypes.add(torch.float32)
     wide = _widest(dtypes)
     input = input.to(wide)
     weight = None if weight is None else weight.to(wide)

@@ -27,7 +27,7 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         return [_flat_memory(params) for params in self._stepped()]
 
     def _joined(self, params: list[nn.Parameter]) -> Any:
-        return flatten(super()._joined(params))
+        return flatten(super()._joined(params)) if params else torch.empty(0)
 
 
 @torch.no_grad()

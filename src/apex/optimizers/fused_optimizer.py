@@ -145,7 +145,8 @@ class FusedOptimizer(Optimizer):
         defaults = {"lr": lr, "eps": eps, "weight_decay": decay}
         for name, value in defaults.items():
             in_range(name, value)
-        return {**defaults, "betas": betas, "bias_correction": bias_correction}
+        corrects = flag("bias_correction", bias_correction)
+        return {**defaults, "betas": betas, "bias_correction": corrects}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group."""
