@@ -54,7 +54,7 @@ class WeightWatch:
             self._uses += 1
             for pair, distance in self._distances().items():
                 earlier = self._farthest.get(pair, distance)
-                self._farthest[pair] = torch.maximum(earlier, distance)
+                self._farthest[pair] = torch.maximum(earlier.to(distance.device), distance)
 
     @suspend_modes()
     def lost(self) -> Tensor | None:
@@ -65,7 +65,7 @@ class WeightWatch:
                 continue
             is_lost = distance > 0.0
             if pair in self._farthest:
-                is_lost &= distance >= self._farthest[pair]
+                is_lost &= distance >= self._farthest[pair].to(distance.device)
             flags.append(is_lost)
         return torch.stack(flags).any().reshape(1).float() if flags else None
 
