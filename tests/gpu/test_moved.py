@@ -67,3 +67,23 @@ def train_with_offloads(level, offloads):
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_masters_may_be_offloaded_while_the_model_is_evaluated(level):
     assert loops.same(train_with_offloads(level, True), train_with_offloads(level, False))
+
+
+def step_elsewhere(level, moves):
+    """Masters after steps before which a part of the model leaves its GPU."""
+    model, optimizer = loops.prepared(level, model=loops.net().cuda(), loss_scale=1.0)
+    for x, y in loops.batches(3):
+        loops.train_step(model, optimizer, x.cuda(), y.cuda())
+        loops.backward(model, optimizer, x.cuda(), y.cuda())
+        if moves:
+            model[0].cpu()
+            list(amp.master_params(optimizer))  # which follow, as for a clip
+        optimizer.step()
+        model.cuda()
+    return [master.cpu() for master in loops.masters(optimizer)]
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_a_part_may_move_between_a_pass_and_its_step(level):
+    found, expected = step_elsewhere(level, True), step_elsewhere(level, False)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)

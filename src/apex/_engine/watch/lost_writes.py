@@ -38,10 +38,8 @@ class WeightWatch:
         """Selects weights on one device; ``turn`` selects others."""
         start = _COMPARED * turn % len(prepared.pairs)
         pairs = prepared.pairs[start:] + prepared.pairs[:start]
-        self._pairs: list[MasterPair] = []
-        for pair in pairs[:_COMPARED]:
-            if pair.model.device == pairs[0].model.device:
-                self._pairs.append(pair)
+        self._pairs = pairs[:_COMPARED]
+        self._device = pairs[0].model.device
         self._turn = turn
         self._uses = 0
         # The greatest distance since the last step.
@@ -54,7 +52,7 @@ class WeightWatch:
             self._uses += 1
             for pair, distance in self._distances().items():
                 earlier = self._farthest.get(pair, distance)
-                self._farthest[pair] = torch.maximum(earlier.to(distance.device), distance)
+                self._farthest[pair] = torch.maximum(earlier, distance)
 
     @suspend_modes()
     def lost(self) -> Tensor | None:
@@ -65,7 +63,7 @@ class WeightWatch:
                 continue
             is_lost = distance > 0.0
             if pair in self._farthest:
-                is_lost &= distance >= self._farthest[pair].to(distance.device)
+                is_lost &= distance >= self._farthest[pair]
             flags.append(is_lost)
         return torch.stack(flags).any().reshape(1).float() if flags else None
 
@@ -73,14 +71,16 @@ class WeightWatch:
     def _distances(self) -> dict[MasterPair, Tensor]:
         """Returns how far weights are from their rounded masters.
 
-        Only of weights without a counted write, which the step copies to its master whole.
+        Only of weights without a counted write, which the step copies to its master whole, and not
+        of those that have moved, or whose masters have.
         """
+        if capturing(self._device):
+            return {}
         distances: dict[MasterPair, Tensor] = {}
         with without_overrides():
             for pair in self._pairs:
-                device = pair.model.device
-                is_here = pair.master.device == device  # not offloaded
-                if is_here and pair.counts_as_synced and not capturing(device):
+                is_here = pair.model.device == pair.master.device == self._device
+                if is_here and pair.counts_as_synced:
                     weight = sample(dtensor.local(pair.model), self._turn)
                     master = sample(dtensor.local(pair.master), self._turn)
                     difference = master.to(weight.dtype).float() - weight.float()
