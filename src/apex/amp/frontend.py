@@ -15,7 +15,7 @@ from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._core.undo import Undo
 from apex._engine.conversion.plan import ModelPlan
-from apex._engine.conversion.state import is_converted
+from apex._engine.conversion.state import converted_in
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.prepare import prepare
 from apex._engine.restore import make_plain
@@ -260,7 +260,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
     """
     model_list = inputs.model_list(models)
     optimizer_list = [] if optimizers is None else unwrapped(optimizers)
-    prepared = [part for model in model_list for part in model.modules() if is_converted(part)]
+    prepared = converted_in(model_list)
     if prepared or any(map(prepared_state, optimizer_list)):
         inputs.check_prepared(model_list, optimizer_list)
         drops_grads = make_plain(prepared, optimizer_list)

@@ -16,7 +16,7 @@ from apex._core.param_groups import params_of
 from apex._core.policy import Policy
 from apex._engine.conversion import checks
 from apex._engine.conversion.plan import ModelPlan
-from apex._engine.conversion.state import is_converted
+from apex._engine.conversion.state import converted_in
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.wrappers import zero
 from apex._torch import parameters
@@ -222,8 +222,7 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
             )
         mastered.update(id(pair.model) for pair in prepared.pairs)
     for model in models:
-        is_prepared = any(map(is_converted, model.modules()))
-        if not is_prepared and mastered.isdisjoint(_params([model])):
+        if not converted_in([model]) and mastered.isdisjoint(_params([model])):
             raise ValueError(
                 f"amp.restore got a model ({type(model).__name__}) that amp has not prepared. "
                 "Pass the model that amp.initialize returned."

@@ -15,7 +15,7 @@ from apex._core.rounding import exact_value
 from apex._core.undo import Undo
 from apex._engine import master_table
 from apex._engine.conversion.plan import planned_dtypes
-from apex._engine.conversion.state import ModelState, state_of
+from apex._engine.conversion.state import ModelState
 from apex._engine.masters import MasterPair
 from apex._engine.session import STATE, Session
 from apex._engine.wrappers import fsdp
@@ -112,17 +112,11 @@ def floating_tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
 
 def restore(model: nn.Module) -> None:
-    """Turns a model, with its parts that are converted on their own, back into plain fp32 modules.
+    """Turns a converted model back into a plain fp32 model, in place.
 
     A parameter takes its master's exact value if that rounds to the parameter's value.
     """
-    for part in model.modules():
-        state = state_of(part)
-        if state is not None:
-            _restore(part, state)
-
-
-def _restore(model: nn.Module, state: ModelState) -> None:
+    state: ModelState = vars(model)[STATE]
     if state.plan.casts_down:
         with Undo() as undo:
             for tensor in named_tensors(model).values():

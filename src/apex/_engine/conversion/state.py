@@ -8,7 +8,7 @@ module, a parent or a wrapper is called.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from types import FrameType
 from typing import Any, Protocol, cast
 
@@ -368,3 +368,9 @@ def state_of(model: nn.Module) -> ModelState | None:
 def is_converted(model: nn.Module) -> bool:
     """Returns whether ``model`` is converted."""
     return state_of(model) is not None
+
+
+def converted_in(models: Iterable[nn.Module]) -> list[nn.Module]:
+    """Returns the models that are converted, and their parts that are, each once."""
+    parts = dict.fromkeys(part for model in models for part in model.modules())
+    return [*filter(is_converted, parts)]

@@ -31,7 +31,7 @@ from apex._engine.conversion.copies import (
     shallow_copy,
     snapshot,
 )
-from apex._engine.conversion.state import ModelState, state_of
+from apex._engine.conversion.state import ModelState, converted_in, state_of
 from apex._engine.masters import mark_zeros, without_grad
 from apex._engine.session import STATE, forget_cleared
 from apex._engine.wrappers.averages import view_for
@@ -142,7 +142,8 @@ def _become_plain(model: nn.Module, call: str) -> nn.Module:
         type(model).__name__,
         call,
     )
-    restore(model)
+    for part in converted_in([model]):
+        restore(part)
     return model
 
 
