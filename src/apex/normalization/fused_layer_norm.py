@@ -71,8 +71,8 @@ def _norm(
     for param in (weight, bias):
         if param is not None:
             dtypes.add(param.dtype)
-    # Autocast's own kernels compute norms in fp32. That of layer norm on a CPU would sum the
-    # gradients of weight and bias in 16 bits.
+    # As autocast computes norms. And torch's kernel of layer norm on a CPU sums the gradients of
+    # weight and bias in the input's dtype.
     if under_autocast or (centered and input.is_cpu):
         dtypes.add(torch.float32)
     wide = _widest(dtypes)

@@ -34,7 +34,7 @@ _log = logging.getLogger("apex")
 _AVERAGE = "Average plain = copy.copy(model), the fp32 model that shares the masters."
 """The fix for averages in 16 bits."""
 
-_LEAVE_OUT = " A model that no optimizer trains stays in fp32 if amp.initialize does not get it."
+_LEAVE_OUT = "A model that no optimizer trains stays in fp32 if amp.initialize does not get it."
 """The fix for weights of a model of its own: the options apply to all models of a call."""
 
 _Arguments = dict[Any, Any]
@@ -180,7 +180,7 @@ class Writes:
         if lost:
             options = _fp32_options(model, lost)
             if not buffers:
-                options += _LEAVE_OUT
+                options = f"{options} {_LEAVE_OUT}"
             self.tell(
                 "tensors",
                 "amp: %s updates 16-bit tensors during training, so small changes are lost (a "
