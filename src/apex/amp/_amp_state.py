@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, MutableSequence
 from typing import Any
 
+from apex._core.user_files import warn_at_caller
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.optimizer.prepared import optimizers_of
 from apex._engine.scaler import Scaler
@@ -141,4 +141,4 @@ def warn_or_err(msg: str) -> None:
     """Raises RuntimeError, or warns if ``_amp_state.hard_override`` is set."""
     if not _amp_state.hard_override:
         raise RuntimeError(msg)
-    warnings.warn(msg, stacklevel=3)
+    warn_at_caller(msg)

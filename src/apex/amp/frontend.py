@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from apex._core.arguments import flag, integer
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._core.undo import Undo
+from apex._core.user_files import warn_at_caller
 from apex._engine.conversion.plan import ModelPlan
 from apex._engine.conversion.state import converted_in
 from apex._engine.optimizer.subclass import prepared_state
@@ -265,12 +265,11 @@ def restore(models: Any, optimizers: Any = None) -> Any:
         inputs.check_prepared(model_list, optimizer_list)
         drops_grads = make_plain(prepared, optimizer_list)
         if drops_grads:
-            warnings.warn(
+            warn_at_caller(
                 "amp.restore was called between an overflow and the step that amp would have "
                 "skipped. It dropped the gradients, which hold inf or NaN: the next "
                 "optimizer.step() changes nothing. To train on, compute them anew: "
-                "loss.backward()",
-                stacklevel=2,
+                "loss.backward()"
             )
     return models if optimizers is None else (models, optimizers)
 
@@ -329,10 +328,9 @@ def _is_enabled(enabled: object, opt_level: str) -> bool:
         return flag("enabled", enabled)
     # Scripts pass the level by position, as in amp.initialize(model, optimizer, "O1").
     if enabled != opt_level:
-        warnings.warn(
+        warn_at_caller(
             f"amp.initialize got enabled={enabled!r}, its third positional argument, which counts "
-            f"as True; the level is {opt_level!r}. Pass the level by name: opt_level={enabled!r}.",
-            stacklevel=4,
+            f"as True; the level is {opt_level!r}. Pass the level by name: opt_level={enabled!r}."
         )
     return True
 

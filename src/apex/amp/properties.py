@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from apex._core.arguments import flag
 from apex._core.dtypes import CASTABLE, LOW_PRECISION
 from apex._core.policy import LossScale, Policy
 from apex._core.scale import checked_static
+from apex._core.user_files import warn_at_caller
 
 
 class Properties:
@@ -199,7 +199,7 @@ def resolve(
             )
             if not hard_override:
                 raise RuntimeError(problem)
-            warnings.warn(problem, stacklevel=4)
+            warn_at_caller(problem)
     return Properties({**defaults.options, **values})
 
 

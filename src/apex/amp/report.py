@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 
 from apex._core.param_groups import params_of
 from apex._core.project import TRACE
+from apex._core.user_files import warn_at_caller
 from apex._engine.backward import BackwardPass
 from apex._engine.masters import pair_of_master
 from apex._engine.optimizer.prepared import optimizers_of
@@ -72,12 +72,11 @@ def overflow(ended: BackwardPass) -> None:
                 rank0=True,
             )
         if update.skipped_in_row == SKIPS_BEFORE_WARNING:
-            warnings.warn(
+            warn_at_caller(
                 f"amp has skipped {update.skipped_in_row} steps in a row for loss {loss_id}; "
                 f"its scale is down to {update.loss_scale:g} and the model is not training. "
                 f"{_summary(ended.session)} No scale mends a NaN; an inf exceeds the range at any "
-                f"scale. {TRACE}; a bf16 level ('O4', 'O5') has fp32's range.",
-                stacklevel=6,
+                f"scale. {TRACE}; a bf16 level ('O4', 'O5') has fp32's range."
             )
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import logging
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from apex._core.arguments import is_number, shown
 from apex._core.scale import SMALLEST_SCALE, ScaleRule
+from apex._core.user_files import warn_at_caller
 from apex._engine.scaler import Scaler
 
 _ANY_VERSION = "apex_amp_v"
@@ -68,11 +68,10 @@ def set_scalers(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
     (of apex) is accepted by a dynamic scaler, or by a static one with the same scale.
     """
     if len(states) != len(scalers):
-        warnings.warn(
+        warn_at_caller(
             f"amp.load_state_dict got {len(states)} loss scalers, but amp has {len(scalers)}; "
             f"the first {min(len(states), len(scalers))} are loaded. Pass the same num_losses to "
-            "amp.initialize to load all. (A state without any was saved with amp disabled.)",
-            stacklevel=3,
+            "amp.initialize to load all. (A state without any was saved with amp disabled.)"
         )
     for scaler, state in zip(scalers, states, strict=False):
         scale = scaler.read_scale()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from apex._core.op_table import AutocastSpec
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
+from apex._core.user_files import warn_at_caller
 from apex._engine.prepare import begin
 from apex._engine.session import Maker, Session
 from apex._engine.watch import Watch
@@ -80,6 +80,4 @@ def warn_if_emulated(policy: Policy, models: Sequence[nn.Module] = ()) -> None:
     advice = "Train with opt_level 'O0' here, and use 16-bit levels to test a script for a GPU."
     if not emulation(torch.bfloat16):
         advice = "Use bf16 here: opt_level 'O4' instead of 'O1', or 'O5' instead of 'O2'."
-    warnings.warn(
-        f"{emulated}: matrix products are far slower than in fp32. {advice}", stacklevel=4
-    )
+    warn_at_caller(f"{emulated}: matrix products are far slower than in fp32. {advice}")

@@ -6,7 +6,6 @@ import functools
 import inspect
 import linecache
 import os
-import sysconfig
 import threading
 import traceback
 import warnings
@@ -15,7 +14,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,6 +24,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
+from apex._core.user_files import is_user_file
 from apex._torch.autograd import backward_id
 from apex._torch.modules import named_parameters, uncompiled
 
@@ -407,10 +406,6 @@ def node_name() -> str:
 
 # -- frames --------------------------------------------------------------------------------------
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_APEX = str(Path(__file__).absolute().parents[2]) + os.sep
-_STANDARD = sysconfig.get_path("stdlib") + os.sep
-
 # Ends of file names: files that start a backward pass, and files of loss scalers.
 _ENGINE = ("/torch/autograd/graph.py", "/torch/autograd/__init__.py")
 _SCALERS = (
@@ -443,11 +438,6 @@ def runs_in_scaler() -> bool:
     return _innermost("user", "scaler")[0] == "scaler"
 
 
-def is_user_file(filename: str) -> bool:
-    """Returns whether a file belongs to neither torch, apex nor the standard library."""
-    return _kind(filename) == "user"
-
-
 def _innermost(*kinds: str) -> tuple[str, str]:
     """Returns the kind and the line of the innermost frame of these kinds; ``""`` if none runs."""
     for frame, number in traceback.walk_stack(inspect.currentframe()):
@@ -467,8 +457,4 @@ def _kind(filename: str) -> str:
         return "engine"
     if path.endswith(_SCALERS):
         return "scaler"
-    if filename.startswith((_TORCH, _APEX, "<frozen")):
-        return "library"
-    if filename.startswith(_STANDARD) and "site-packages" not in filename:
-        return "library"
-    return "user"
+    return "user" if is_user_file(filename) else "library"

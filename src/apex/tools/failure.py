@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from apex.debug.place import is_user_file
+from apex._core.user_files import is_user_file
 from apex.tools.errors import InputError
 from apex.tools.migrate.report import migration_of
 from apex.tools.source import python_2

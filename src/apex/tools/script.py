@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
-from apex.debug.place import is_user_file
+from apex._core.user_files import is_user_file
 from apex.tools.errors import InputError
 from apex.tools.failure import format_error
 from apex.tools.source import check_no_notebook

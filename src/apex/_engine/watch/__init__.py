@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import tree
+from apex._core.user_files import warn_at_caller
 from apex._engine.backward import BackwardPass
 from apex._engine.conversion.state import ModelState
 from apex._engine.observer import NOTHING, Observer
@@ -33,7 +34,6 @@ from apex._engine.watch.mistakes import (
     origins_of,
     remove,
     some_of,
-    warn_at_caller,
 )
 from apex._engine.watch.writes import Writes, log_lost
 from apex._engine.wrappers.ddp import wrappers

@@ -10,16 +10,10 @@ Note [How mistakes are found]
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import os
-import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -42,12 +36,6 @@ _SAMPLED = 8
 
 _scalers = weakref.WeakValueDictionary[int, Scaler]()
 """The scales of the backward passes from scaled losses, by the passes' ids."""
-
-_LIBRARIES = (
-    os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), ""),
-    os.path.join(os.path.dirname(torch.__file__), ""),
-    contextlib.__file__,
-)
 
 
 class Mistake(enum.Enum):
@@ -143,17 +131,6 @@ class Mistake(enum.Enum):
         "    for param in amp.master_params(optimizer):\n"
         "        param.data.clamp_(-c, c)"
     )
-
-
-def warn_at_caller(text: str) -> None:
-    """Warns at the line of a script that called amp or torch."""
-    frame: FrameType | None = sys._getframe()
-    level = 1
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-        level += 1
-    # Python 3.12 has skip_file_prefixes for this.
-    warnings.warn(text, UserWarning, stacklevel=level)
 
 
 class Origin(enum.Enum):
