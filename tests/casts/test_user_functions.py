@@ -1,7 +1,10 @@
 """Functions that the user wants cast: wrappers, and functions registered in other modules."""
 
+import copy
 import functools
+import pickle
 import types
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -80,6 +83,64 @@ def test_a_wrapper_works_on_methods():
             return x.dtype
 
     assert Model()(ones(F32)) is amp.half_function(Model().of)(ones(F32)) is F16
+
+
+class Weighted(nn.Linear):
+    def forward(self, x):
+        return x.dtype, self.weight.detach().mean().item()
+
+
+def from_wrapper(part):
+    part.forward = amp.half_function(part.forward)
+
+
+def from_registry(part):
+    amp.register_half_function(part, "forward")
+
+
+@pytest.mark.parametrize("cast", [from_wrapper, from_registry])
+def test_a_copy_of_an_object_with_a_cast_method_calls_its_own(cast):
+    net = nn.Sequential(Weighted(2, 2))
+    cast(net[0])
+    copied = copy.deepcopy(net)
+    pickled = pickle.loads(pickle.dumps(net))
+    nn.init.zeros_(net[0].weight)
+    nn.init.ones_(copied[0].weight)
+    nn.init.ones_(pickled[0].weight)
+    assert net(ones(F32)) == (F16, 0.0)
+    assert copied(ones(F32)) == (F16, 1.0)
+    assert pickled(ones(F32)) == (F32, 1.0)  # the method of its class
+
+
+@dataclass
+class Boxes:
+    corners: torch.Tensor
+
+    @amp.half_function
+    def shift(self, offset):
+        self.corners = self.corners + offset.float()
+        return self, offset.dtype
+
+    def grow(self, factor):
+        self.corners = self.corners * factor.float()
+        return self, factor.dtype
+
+
+class Bank(dict):
+    @amp.half_function
+    def add(self, name, value):
+        self[name] = value
+
+
+def test_a_method_changes_its_own_object_and_no_copy():
+    boxes = Boxes(ones(F32))
+    moved, dtype = boxes.shift(ones(F32))
+    grown, _ = amp.half_function(boxes.grow)(ones(F32))
+    assert moved is grown is boxes
+    assert (boxes.corners.tolist(), dtype) == ([2.0, 2.0], F16)
+    bank = Bank(old=ones(F32))
+    bank.add("new", ones(F32))
+    assert [bank["old"].dtype, bank["new"].dtype] == [F32, F16]
 
 
 class Double(torch.autograd.Function):
@@ -162,6 +223,44 @@ def test_class_static_and_inherited_methods_are_replaced_in_kind(session):
     assert "exp2" not in vars(torch.Tensor)
 
 
+class Triple(Double):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 3
+
+
+class Holder:
+    log = torch.log
+    act = nn.ReLU()
+
+    @classmethod
+    def made(cls):
+        return cls
+
+
+class Other(Holder):
+    pass
+
+
+def test_a_replacement_binds_as_the_original_does():
+    amp.register_half_function(Double, "apply")
+    for name in ("log", "act", "made"):
+        amp.register_half_function(Holder, name)
+    x = ones(F32)
+    assert [Double.apply(x).tolist(), Triple.apply(x).tolist()] == [[2.0, 2.0], [3.0, 3.0]]
+    assert [Holder.made(), Other.made(), Other().made()] == [Holder, Other, Other]
+    for holder in (Holder, Holder()):
+        assert holder.log(x).dtype is F32  # in fp32, at O1
+        assert holder.act(x).dtype is F16
+
+
+def test_a_class_is_not_replaced(caplog):
+    users = types.SimpleNamespace(Softmax=nn.Softmax)
+    amp.register_float_function(users, "Softmax")
+    assert users.Softmax is nn.Softmax
+    assert "Softmax is a class" in caplog.text
+
+
 def test_a_users_own_replacement_made_meanwhile_is_left(session, module):
     amp.register_half_function(module, "fn")
     ours = module.fn
@@ -173,11 +272,30 @@ def test_a_users_own_replacement_made_meanwhile_is_left(session, module):
 
 def test_failure_to_replace_puts_the_others_back(session, module):
     amp.restore(*session)
+    module.missing_later = dtypes
     amp.register_float_function(module, "fn")
-    amp.register_float_function(dict, "fromkeys")  # of a built-in type: cannot be replaced
-    with pytest.raises(TypeError):
+    amp.register_float_function(module, "missing_later")
+    assert module.fn is dtypes
+    del module.missing_later
+    with pytest.raises(AttributeError):
         prepared("O1")
     assert module.fn is dtypes
+
+
+class Slots:
+    __slots__ = ("fn",)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_function_that_cannot_be_replaced_is_refused_at_once(session, on):
+    if not on:
+        amp.restore(*session)
+    slots = Slots()
+    slots.fn = dtypes
+    for holder, name in ((dict, "fromkeys"), (slots, "fn")):
+        with pytest.raises(ValueError, match=f"{name} cannot be replaced .* = amp.half_function"):
+            amp.register_half_function(holder, name)
+    prepared("O4")
 
 
 NO_FUNCTIONS = [

@@ -211,6 +211,8 @@ def test_a_momentum_teacher_is_named_once_with_the_line(caplog, level, how, insi
     after = (lambda model: None) if inside else Momentum.follow
     train_prepared(Momentum(how, inside), level=level, after=after, loss_scale=1.0, steps=6)
     named_once(caplog, "teacher.weight", "fp32_modules=['teacher']")
+    is_sampled = how == "data in place"
+    assert ("name the modules of all" in caplog.text) is is_sampled
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

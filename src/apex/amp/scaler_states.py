@@ -84,12 +84,12 @@ def set_scalers(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
             scaler.set_scale(state.loss_scale)
             scaler.set_growth_tracker(state.unskipped)
         elif not scales_nothing:
+            wanted = f"{state.loss_scale:g}" if scaler.dynamic else "'dynamic'"
             _log.warning(
                 f"amp.load_state_dict ignored {state.key} of the checkpoint (loss scale "
                 f"{state.loss_scale:g}), because this loss scale is "
                 f"{'dynamic' if scaler.dynamic else 'static'} ({scale:g}). To use the checkpoint's "
-                f"scale, pass loss_scale={state.loss_scale:g} or loss_scale='dynamic' to "
-                "amp.initialize."
+                f"scale, pass loss_scale={wanted} to amp.initialize."
             )
 
 

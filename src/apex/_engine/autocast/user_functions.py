@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterable
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from apex._core.arguments import positional_names
 from apex._core.dtypes import CASTABLE, is_low_precision
 from apex._core.op_casts import floating_dtypes, to_dtype, widest
 from apex._core.tree import Call, map_tensors, tensors
@@ -30,6 +32,8 @@ Kind = Literal["low_precision", "bfloat16", "float", "promote"]
 ``promote``: every floating tensor to the widest floating dtype among them.
 """
 
+_log = logging.getLogger("apex")
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -39,7 +43,8 @@ _ABSENT = object()
 def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
     """Returns ``fn`` with casts of its tensor arguments, however nested.
 
-    With casts off, it calls ``fn`` directly.
+    With casts off, it calls ``fn`` directly. A bound method stays one, of the same object, so that
+    a copy of the object calls its own. A method's ``self`` is not cast.
 
     Works on functions, methods, ``autograd.Function.apply`` and custom operators, and under
     ``torch.compile``.
@@ -49,16 +54,19 @@ def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
     """
     if not callable(fn):
         raise TypeError(f"amp can cast callables only; got {type(fn).__name__} {fn!r}.")
+    if inspect.ismethod(fn) and not inspect.isclass(fn.__self__):
+        return MethodType(cast_function(fn.__func__, kind), fn.__self__)
+    skipped = 1 if positional_names(fn)[:1] == ["self"] else 0
 
     @functools.wraps(fn)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         dtype = active_dtype()
         if dtype is None:
             return fn(*args, **kwargs)
-        call: Call = args, kwargs
+        call: Call = args[skipped:], kwargs
         cast_args, cast_kwargs = map_tensors(_rule(kind, dtype, call), call)
         off = devices_on() if kind == "float" else ()
-        return under(off, None, fn, cast_args, cast_kwargs)
+        return under(off, None, fn, (*args[:skipped], *cast_args), cast_kwargs)
 
     return wrapper
 
@@ -103,19 +111,36 @@ class UserRegistry:
 
         If the function is registered with several kinds, each one wraps the one before, as in apex.
 
+        A class stays as it is: it is also used for more than calls, such as ``isinstance``.
+
         Raises:
-            ValueError: If the module has no such function.
+            ValueError: If the module has no such function, or its functions cannot be replaced.
         """
-        if not callable(getattr(module, str(name), None)):
-            where = getattr(module, "__name__", repr(module))
+        function = getattr(module, str(name), None)
+        where = getattr(module, "__name__", repr(module))
+        if not callable(function):
             raise ValueError(
                 f"No function {name!r} in {where}. Pass the module that holds the function and its "
                 "name there: amp.register_half_function(torch, 'einsum')."
             )
+        if inspect.isclass(function):
+            _log.warning(
+                "amp: %s.%s is a class, so it is not replaced by a function that casts. To cast "
+                "what its objects get, register its method, for a module 'forward'.",
+                where,
+                name,
+            )
+            return
         with self._lock:
-            if live.specs():
+            try:
                 self._replace(module, name, kind)
+            except (AttributeError, TypeError) as error:
+                raise ValueError(
+                    f"{where}.{name} cannot be replaced ({error}). Wrap it where it is called: "
+                    "function = amp.half_function(function)."
+                ) from error
             self._registered.append((module, name, kind))
+            self.undo()
 
     def list_only(self, functions: Iterable[_Function]) -> None:
         """Sets the further functions that the next ``apply`` replaces."""
@@ -144,11 +169,18 @@ class UserRegistry:
         if key in self._replaced:
             return
         before = vars(module).get(name, _ABSENT)
-        function = getattr(module, name)
-        value: Any = cast_function(function, kind)
-        # A bound method read from a class is a class method; its replacement must not bind again.
-        bound = inspect.ismethod(function) or isinstance(before, staticmethod)
-        if inspect.isclass(module) and bound:
-            value = staticmethod(value)
-        setattr(module, name, value)
+        setattr(module, name, _replacement(module, name, kind))
         self._replaced[key] = module, before, vars(module)[name]
+
+
+def _replacement(module: Any, name: str, kind: Kind) -> Any:
+    """Returns what to set for a function; as a class attribute, it binds as the function does."""
+    function = getattr(module, name)
+    if not inspect.isclass(module):
+        return cast_function(function, kind)
+    attribute = inspect.getattr_static(module, name)
+    if isinstance(attribute, classmethod):
+        return classmethod(cast_function(attribute.__func__, kind))
+    is_method = function is attribute and getattr(function, "__get__", None) is not None
+    value = cast_function(function, kind)
+    return value if is_method else staticmethod(value)

@@ -37,6 +37,9 @@ _AVERAGE = "Average plain = copy.copy(model), the fp32 model that shares the mas
 _LEAVE_OUT = "A model that no optimizer trains stays in fp32 if amp.initialize does not get it."
 """The fix for weights of a model of its own: the options apply to all models of a call."""
 
+_OTHERS = "amp compares this weight only: name the modules of all that are written like it."
+"""What to add for writes through ``tensor.data``."""
+
 _Arguments = dict[Any, Any]
 """A call's arguments by name; those in ``*args`` by position."""
 
@@ -161,7 +164,8 @@ class Writes:
                 lost.append(name)
             else:
                 buffers[name] = tensor
-        lost += self._names_of_changed_samples()
+        sampled = [*self._names_of_changed_samples()]
+        lost += sampled
         if buffers:
             versions = {name: tensor._version for name, tensor in buffers.items()}
             with Sums(buffers.values()) as sums:
@@ -179,6 +183,8 @@ class Writes:
             yield
         if lost:
             options = _fp32_options(model, lost)
+            if sampled:
+                options = f"{options} {_OTHERS}"
             if not buffers:
                 options = f"{options} {_LEAVE_OUT}"
             self.tell(
