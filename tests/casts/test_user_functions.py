@@ -84,6 +84,11 @@ def test_a_wrapper_works_on_methods():
 
     assert Model()(ones(F32)) is amp.half_function(Model().of)(ones(F32)) is F16
 
+    def of_tensor(self):
+        return self.dtype
+
+    assert amp.half_function(of_tensor)(ones(F32)) is F16
+
 
 class Weighted(nn.Linear):
     def forward(self, x):

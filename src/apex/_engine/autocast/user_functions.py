@@ -44,7 +44,7 @@ def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
     """Returns ``fn`` with casts of its tensor arguments, however nested.
 
     With casts off, it calls ``fn`` directly. A bound method stays one, of the same object, so that
-    a copy of the object calls its own. A method's ``self`` is not cast.
+    a copy of the object calls its own. A method's ``self`` is cast only if it is a tensor.
 
     Works on functions, methods, ``autograd.Function.apply`` and custom operators, and under
     ``torch.compile``.
@@ -56,17 +56,19 @@ def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
         raise TypeError(f"amp can cast callables only; got {type(fn).__name__} {fn!r}.")
     if inspect.ismethod(fn) and not inspect.isclass(fn.__self__):
         return MethodType(cast_function(fn.__func__, kind), fn.__self__)
-    skipped = 1 if positional_names(fn)[:1] == ["self"] else 0
+    is_method = positional_names(fn)[:1] == ["self"]
 
     @functools.wraps(fn)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         dtype = active_dtype()
         if dtype is None:
             return fn(*args, **kwargs)
-        call: Call = args[skipped:], kwargs
+        call: Call = args, kwargs
         cast_args, cast_kwargs = map_tensors(_rule(kind, dtype, call), call)
+        if is_method and args and not isinstance(args[0], Tensor):
+            cast_args = args[0], *cast_args[1:]  # it writes to its object, not to a copy
         off = devices_on() if kind == "float" else ()
-        return under(off, None, fn, (*args[:skipped], *cast_args), cast_kwargs)
+        return under(off, None, fn, cast_args, cast_kwargs)
 
     return wrapper
 
