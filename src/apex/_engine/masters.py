@@ -62,6 +62,8 @@ replaced_views: list[tuple[nn.Parameter, Tensor, Tensor]] = []
 """Parameters, each with its fp32 gradient and the 16-bit view in whose place that is, until a block
 or a step ends. A view is of a script's buffer, or a wrapper's."""
 
+_shared = weakref.WeakSet["MasterPair"]()
+"""Pairs whose masters another process has in its memory, where its writes are not counted."""
 
 _register_hook: Callable[..., RemovableHandle] = nn.Parameter.register_hook
 _register_final_hook: Callable[..., RemovableHandle] = (
@@ -190,6 +192,8 @@ class Master(nn.Parameter):
             return plain.__reduce_ex__(protocol)
         if processes.is_starting_one():  # it gets the master's own memory, as torch shares it
             update_masters_from_model([pair])
+            mark_trained([pair])
+            _shared.add(pair)
         elif not pair.counts_as_synced:
             value = pair.exact_value()
         plain = nn.Parameter(value, pair.model.requires_grad)
@@ -276,6 +280,7 @@ class MasterPair:
             and self.model._version == self._model_version
             and self.model.data_ptr() == self._storage.data_ptr()
             and self.master._version == self._master_version
+            and self not in _shared
         )
 
 
@@ -322,8 +327,12 @@ def make_master(exact: Tensor, master_class: type[nn.Parameter] = nn.Parameter) 
 def update_model_from_masters(pairs: Iterable[MasterPair], *, ends_step: bool = False) -> None:
     """Rounds every written master into its model parameter, or leaves that to a step elsewhere.
 
-    Until a step ends, its masters count as written: a fused kernel may yet write them.
+    Until a step ends, its masters count as written: a fused kernel may yet write them. So do those
+    that another process may have written, unless this one has written the weight.
     """
+    for pair in _shared:
+        if pair.model_writes == 0:
+            increment_version(pair.master)
     written: list[MasterPair] = []
     this_step = -threading.get_ident()
     with without_overrides():

@@ -44,11 +44,11 @@ class Mistake(enum.Enum):
     UNSCALED_BACKWARD = (
         "A backward pass inside amp.scale_loss did not start at scaled_loss. On exit, the "
         "gradients are divided by the loss scale although they were not multiplied by it: they are "
-        "too small by that factor (initially 65536), and the model hardly trains. Write\n" + BLOCK
+        "too small by that factor (65536 by default), and the model hardly trains. Write\n" + BLOCK
     )
     LATE_BACKWARD = (
         "scaled_loss.backward() was called after the end of its amp.scale_loss block, where "
-        "nothing unscales: the gradients stay multiplied by the loss scale (initially 65536), and "
+        "nothing unscales: the gradients stay multiplied by the loss scale (65536 by default), and "
         "a step ruins the weights. Call it inside the block:\n" + BLOCK
     )
     UNCLEARED_OVERFLOW = (
@@ -59,15 +59,15 @@ class Mistake(enum.Enum):
     FORGOTTEN_OPTIMIZER = (
         "An optimizer steps gradients of an amp.scale_loss block that this optimizer was not "
         "passed to. Its parameters belong to no model of amp.initialize, so the gradients are "
-        "still multiplied by the loss scale (initially 65536), and the step ruins the weights. "
+        "still multiplied by the loss scale (65536 by default), and the step ruins the weights. "
         "Pass every optimizer to amp.initialize and to scale_loss:\n"
         "    with amp.scale_loss(loss, [optimizer, other]) as scaled_loss:\n"
         "        scaled_loss.backward()\n"
     )
     CLIPPED_INSIDE = (
         "Gradients were changed, or amp.master_params was called, inside amp.scale_loss after the "
-        "backward pass. There, gradients are still multiplied by the loss scale (initially 65536). "
-        "A mask, a factor or a mean over ranks works, but clipping shrinks them far too much. Clip "
+        "backward pass. There, gradients are still multiplied by the loss scale (65536 by "
+        "default). A mask, a factor or a mean over ranks works, but clipping shrinks them far too much. Clip "
         f"after the block:\n{BLOCK}"
         "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
     )
@@ -77,14 +77,14 @@ class Mistake(enum.Enum):
     )
     SECOND_BACKWARD = (
         "A second backward pass inside amp.scale_loss did not start at scaled_loss. On exit, the "
-        "gradients of both are divided by the loss scale (initially 65536), by which the loss of "
+        "gradients of both are divided by the loss scale (65536 by default), by which the loss of "
         "the second pass was not multiplied. Add up the losses:\n"
         "    with amp.scale_loss(loss + other_loss, optimizer) as scaled_loss:\n"
         "        scaled_loss.backward()\n"
     )
     SCALED_HOOK = (
         "A hook on a 16-bit parameter runs in the backward pass of amp.scale_loss, where gradients "
-        "are still multiplied by the loss scale (initially 65536), and what it takes away is not "
+        "are still multiplied by the loss scale (65536 by default), and what it takes away is not "
         "unscaled. A mask or a factor works. Anything that depends on the size of the gradient, or "
         "keeps it, belongs after the block, where param.grad is unscaled and fp32:\n"
         f"{BLOCK}    for param in model.parameters():\n        use(param.grad)"
