@@ -67,8 +67,8 @@ class Mistake(enum.Enum):
     CLIPPED_INSIDE = (
         "Gradients were changed, or amp.master_params was called, inside amp.scale_loss after the "
         "backward pass. There, gradients are still multiplied by the loss scale (65536 by "
-        "default). A mask, a factor or a mean over ranks works, but clipping shrinks them far too much. Clip "
-        f"after the block:\n{BLOCK}"
+        "default). A mask, a factor or a mean over ranks works, but clipping shrinks them far too "
+        f"much. Clip after the block:\n{BLOCK}"
         "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
     )
     ASSIGNED_INSIDE = (
