@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import sysconfig
 import warnings
 from pathlib import Path
 from types import FrameType
@@ -14,7 +13,7 @@ import torch
 
 _OURS = str(Path(__file__).parents[2]) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_STANDARD = os.path.dirname(os.__file__) + os.sep
 
 
 @functools.cache
