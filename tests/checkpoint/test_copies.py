@@ -107,6 +107,20 @@ def test_a_shallow_copy_shares_what_holds_no_module(level):
     assert "late" not in copied.state_dict()
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_copy_that_lives_on_does_not_hold_back_what_is_written_since(level, way):
+    model = NestedNet().requires_grad_(False)  # without masters
+    model, _ = loops.prepared(level, model=model, keep_batchnorm_fp32=False)
+    earlier = [copy.copy(model), copy.copy(model.inner), copy.copy(model.outer)]
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(2)  # which torch does not count
+    assert loops.same(dict(way(model).state_dict()), dict(model.state_dict()))
+    for copied in earlier:
+        for tensor in copied.parameters():
+            tensor.data.fill_(3)
+    assert loops.same(dict(way(model).state_dict()), dict(model.state_dict()))
+
+
 class CustomState(NestedNet):
     """Saves only what it was made from, as user classes may."""
 

@@ -27,6 +27,7 @@ from apex._engine.masters import (
     update_model_from_masters,
 )
 from apex._torch import parameters, processes
+from apex._torch.copies import is_readable
 
 exact: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 """The fp32 values of tensors without a master, from before they were rounded."""
@@ -34,7 +35,7 @@ exact: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 _by_param = weakref.WeakValueDictionary[int, MasterPair]()
 
 # Fp32 copies of other 16-bit tensors in the pickles that are being made.
-_stand_ins = weakref.WeakValueDictionary[int, Tensor]()
+_stand_ins: MutableMapping[Tensor, weakref.ref[Tensor]] = WeakTensorKeyDictionary()
 
 
 def pair_of(param: Tensor) -> MasterPair | None:
@@ -109,22 +110,35 @@ def copy_to(memo: dict[int, Any], tensor: Tensor) -> None:
 
 
 def stand_in(tensor: Tensor) -> Tensor:
-    """Returns what pickles hold for a tensor, always the same while it lives.
+    """Returns what pickles hold for a tensor: for a 16-bit one, its master or an fp32 copy.
 
-    For a 16-bit tensor, its master or an fp32 copy.
+    The copy is the same one while it lives and neither side changes, so that a pickle has it once.
     """
     pair = pair_of(tensor)
     if pair is not None:
         return pair.master
     if not dtypes.is_low_precision(tensor):
         return tensor
-    known = _stand_ins.get(id(tensor))
-    if known is None:
-        memo: dict[int, Any] = {}
-        copy_to(memo, tensor)
-        known = _stand_ins[id(tensor)] = memo[id(tensor)]
-        processes.keep(known)
-    return known
+    memo: dict[int, Any] = {}
+    copy_to(memo, tensor)
+    copied: Tensor = memo[id(tensor)]
+    reference = _stand_ins.get(tensor)
+    known = None if reference is None else reference()
+    if known is not None and _is_same(known, copied):
+        return known  # else a spawned process or a shallow copy holds it
+    _stand_ins[tensor] = weakref.ref(copied)
+    processes.keep(copied)
+    return copied
+
+
+def _is_same(first: Tensor, second: Tensor) -> bool:
+    """Returns whether two fp32 copies have the same bits; those not to be read count as the same."""
+    if first.requires_grad is not second.requires_grad:
+        return False
+    if not is_readable(first):
+        return True
+    bits = [tensor.detach().view(torch.int32) for tensor in (first, second)]
+    return torch.equal(*bits)
 
 
 @torch.no_grad()
