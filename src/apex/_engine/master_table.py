@@ -132,7 +132,7 @@ def stand_in(tensor: Tensor) -> Tensor:
 
 
 def _is_same(first: Tensor, second: Tensor) -> bool:
-    """Returns whether two fp32 copies have the same bits; those not to be read count as the same."""
+    """Returns whether two fp32 copies have the same bits, as far as these can be read."""
     if first.requires_grad is not second.requires_grad:
         return False
     if not is_readable(first):
