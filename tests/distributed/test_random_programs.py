@@ -61,6 +61,8 @@ class Program:
         # Whether a forward pass has begun to send, and no pass has done so yet.
         self.awaits_pass = False
         self.unchecked = set()  # optimizers
+        # Of an optimizer: the losses of its delayed passes, whose scales follow the check.
+        self.delayed_losses = [set() for _ in self.names]
         self.skips = [False] * len(self.names)
 
     def run_pass(self, indices, *, local=False, overflows=False, **options):
@@ -115,7 +117,9 @@ class Program:
         options = {"loss_id": self.choose.randrange(2), "delay_unscale": delays}
         is_sent = not local or self.awaits_pass
         overflowed = self.run_pass(indices, local=local, overflows=overflows, **options)
-        if delays or not is_sent:
+        is_checked = is_sent and not delays
+        checked_losses = self.end_block(indices, options["loss_id"], is_checked=is_checked)
+        if not is_checked:
             self.unchecked.update(indices)
             return
         self.unchecked.difference_update(indices)
@@ -129,9 +133,20 @@ class Program:
             names = own + shared if index in indices else own
             self.skips[index] = any(math.isinf(self.grads[name][0]) for name in names)
         if any(self.skips[index] and not known[index] for index in indices):
-            self.scales[options["loss_id"]] /= 2.0
+            for loss_id in checked_losses:
+                self.scales[loss_id] /= 2.0
         if any(self.skips):
             self.step()
+
+    def end_block(self, indices, loss_id, *, is_checked):
+        """Returns the losses whose gradients the block has left, or checked."""
+        losses = {loss_id}.union(*(self.delayed_losses[index] for index in indices))
+        for index in range(len(self.names)):
+            if is_checked or index not in indices:
+                self.delayed_losses[index] = set()
+            else:
+                self.delayed_losses[index].add(loss_id)
+        return losses
 
     def no_sync(self):
         self.block(local=True)
@@ -166,6 +181,7 @@ class Program:
         else:
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=way == "optimizers")
+            self.delayed_losses = [set() for _ in self.names]
         self.grads.clear()
 
     def evaluate(self):
@@ -183,8 +199,10 @@ class Program:
         if way == "gradients":
             torch.autograd.grad(loss, [*self.model.parameters()])
         elif way == "empty block" and is_finite:  # else it would find the overflow
-            with amp.scale_loss(loss, self.choose.sample(self.optimizers, 1)):
+            (index,) = self.choose.sample(range(len(self.optimizers)), 1)
+            with amp.scale_loss(loss, self.optimizers[index]):
                 pass
+            self.end_block([index], 0, is_checked=self.awaits_pass)
 
     def step(self):
         if self.is_local or self.unchecked:

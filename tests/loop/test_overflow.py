@@ -49,6 +49,48 @@ def test_an_overflow_of_one_loss_moves_its_scale_and_skips_the_optimizers_given_
     assert scales == [2.0**15 if loss_id == bad else 2.0**16 for loss_id in range(3)]
 
 
+def two_weights(level, **options):
+    """Two weights, with an optimizer each."""
+    model = loops.Weights("ab")
+    optimizers = [loops.sgd([model.a]), loops.sgd([model.b])]
+    amp.initialize(model, optimizers, opt_level=level, verbosity=0, **DYNAMIC, **options)
+    return model, optimizers
+
+
+@loops.every(level=["O1", "O2"], is_first=[True, False], together=[True, False])
+def test_a_check_moves_the_scales_of_the_delayed_passes_too(level, is_first, together):
+    """Each of two losses has its scale; the first pass, or the second, overflows from 2**15 on."""
+    model, (first, second) = two_weights(level, num_losses=2, growth_interval=8)
+    names = [first, second] if together else [first]
+    large = 2.0 if level == "O2" else 2.0**113
+    taken = 0
+    for _ in range(16):
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        for loss_id in (0, 1):
+            size = 0.0 if is_first == loss_id else large
+            loss = model(a=size, b=0.5)
+            loops.scaled_backward(loss, names, loss_id=loss_id, delay_unscale=loss_id == 0)
+        first.step()
+        taken += not amp.step_was_skipped(first, on_host=True)
+    assert taken == 13  # of 16: two are skipped at first, and one after eight that are not
+    assert loops.loss_scale(0) == loops.loss_scale(1)
+
+
+@loops.every(level=["O1", "O2"], cleared=[True, False])
+def test_an_overflow_of_an_optimizer_that_the_block_was_not_given_moves_its_scale(level, cleared):
+    model, (given, other) = two_weights(level)
+    loops.scaled_backward(model(a=0.5, b=torch.inf), given)
+    assert loops.loss_scale() == 2.0**16
+    if cleared:  # as a GAN's discriminator after the generator's block
+        other.zero_grad()
+    for optimizer in (given, other):
+        optimizer.step()
+    assert not amp.step_was_skipped(given, on_host=True)
+    assert amp.step_was_skipped(other, on_host=True) is not cleared
+    assert loops.loss_scale() == (2.0**16 if cleared else 2.0**15)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @pytest.mark.parametrize("overflows", [True, False])
 def test_a_pass_that_creates_a_graph_is_checked(level, overflows):

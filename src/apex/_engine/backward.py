@@ -14,12 +14,15 @@ Note [What a pass reaches]
     discriminator. So the thread's other optimizers, and parameters that none steps, lend their
     gradients to the block: they are put aside and unscaled, too. Each lender has its own check: if
     its gradients overflow, it skips its next step, unless they are cleared before.
+
+    A check updates the scales of all passes that have added to the gradients: an overflow lowers
+    each of them. Those of a lender's are lowered when it skips its step.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NoReturn
@@ -38,7 +41,7 @@ from apex._engine.optimizer.prepared import (
     with_sharers,
 )
 from apex._engine.passes import return_views
-from apex._engine.scaler import Scaler, ScaleUpdate
+from apex._engine.scaler import OverflowFlag, Scaler, ScaleUpdate
 from apex._engine.session import Session
 from apex._engine.stash import Stash
 from apex._engine.wrappers import fsdp
@@ -273,7 +276,9 @@ class BackwardPass:
                 prepared.end_pass()
                 prepared.give_back()
                 if overflow is not None:
-                    prepared.add_overflow_of_others(overflow)
+                    counted = dict.fromkeys(self._earlier_scalers([prepared]), True)
+                    # The pass's own check updates its scale, and counts it if it is clean.
+                    prepared.add_overflow_of_others(overflow, {self.scaler: False, **counted})
 
     def _unscale_borrowed(self, params: Collection[nn.Parameter]) -> Tensor | None:
         """Unscales gradients that were lent; returns whether they overflow, if that is checked."""
@@ -436,14 +441,31 @@ class BackwardPass:
             if prepared in self._named or self._is_captured:
                 flagged.append(prepared)
             elif scaler.dynamic:
-                prepared.add_overflow_of_others(scaler.found_inf.clone())
+                prepared.add_overflow_of_others(scaler.found_inf.clone(), {})
         if adds:
             for prepared in flagged:
                 prepared.check_left_grads()
         if scaler.dynamic:
-            scaler.await_update([prepared.overflow for prepared in flagged])
+            self._update_scales([prepared.overflow for prepared in flagged])
         if not self._delay_overflow_check:
             self.updates = scaler.end_pass(len(self.prepared_optimizers))
+
+    def _update_scales(self, flags: Iterable[OverflowFlag]) -> None:
+        """Updates the scales of earlier passes that it has checked, and soon its own."""
+        self.scaler.await_update(flags)
+        for other in self._earlier_scalers(self.prepared_optimizers):
+            other.follow(self.scaler.found_inf, counts=True)
+
+    def _earlier_scalers(self, optimizers: Iterable[PreparedOptimizer]) -> Collection[Scaler]:
+        """Returns the other scales of delayed passes of optimizers, which this pass checks."""
+        scalers: dict[Scaler, None] = {}
+        for prepared in optimizers:
+            earlier = self._earlier.get(prepared)
+            while earlier is not None:
+                scalers[earlier.scaler] = None
+                earlier = earlier._earlier.get(prepared)
+        scalers.pop(self.scaler, None)
+        return scalers
 
     def _abort(self) -> None:
         """Drops the gradients of an open pass, but for those that it has added in place."""

@@ -230,6 +230,14 @@ class Scaler:
         """Updates a dynamic scale from its flag, or counts a static one's step."""
         self._steps += 1
 
+    def follow(self, overflow: Tensor, *, counts: bool) -> None:
+        """Updates a dynamic scale from gradients of its passes that another pass has checked.
+
+        Args:
+            overflow: Whether they overflowed, 0-d fp32.
+            counts: Whether the pass counts as a clean one if they did not.
+        """
+
     # -- state -------------------------------------------------------------------------------
 
     def read_scale(self) -> float:
@@ -348,6 +356,16 @@ class DynamicScaler(Scaler):
         )
         self.loss_scale.clamp_(rule.least, rule.greatest)
         self.awaiting_update = {}
+
+    def follow(self, overflow: Tensor, *, counts: bool) -> None:
+        awaiting = self.awaiting_update
+        if not awaiting:
+            self.found_inf.zero_()
+        torch.maximum(self.found_inf, moved(overflow, self.found_inf.device), out=self.found_inf)
+        if not counts:
+            self.growth_tracker.sub_(1)  # which the update adds
+        self.update()
+        self.awaiting_update = awaiting
 
     def read_scale(self) -> float:
         return float(self.loss_scale)  # sync: the caller asks for a host number

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol, cast
 
@@ -26,7 +26,7 @@ from apex._engine.session import Session, live_optimizers
 from apex._engine.stash import Stash
 from apex._engine.wrappers import fsdp
 from apex._engine.wrappers.ddp import wrappers
-from apex._torch import dtensor, foreach
+from apex._torch import dtensor, foreach, ranks
 from apex._torch.autograd import backward_id
 from apex._torch.copies import capturing, moved
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
@@ -89,6 +89,8 @@ class PreparedOptimizer:
         self.overflow = OverflowFlag()
         # Whether gradients overflowed that other optimizers' blocks have left, 0-d.
         self.overflow_of_others: Tensor | None = None
+        # The scales of those blocks, each with whether a clean check counts for it.
+        self._scalers_of_others: dict[Scaler, bool] = {}
         # Called with a pass and this object after each pass, with it collected.
         self.listeners: list[Callable[..., None]] = []
         # What observers have put on its parameters, until it is plain again.
@@ -243,15 +245,25 @@ class PreparedOptimizer:
         if not (is_delayed or self.overflow_of_others is not None):
             return
         if {*map(id, cleared)}.issuperset(map(id, self.trained_params())):
-            self.overflow_of_others = None
+            self._forget_overflow_of_others()
             if begun is not None and is_delayed:
                 begun.forget(self)
 
-    def add_overflow_of_others(self, overflow: Tensor) -> None:
-        """Adds whether gradients overflowed that one more block of others has left."""
+    def add_overflow_of_others(self, overflow: Tensor, scalers: Mapping[Scaler, bool]) -> None:
+        """Adds whether gradients overflowed that one more block of others has left.
+
+        Args:
+            overflow: Whether they did, 0-d.
+            scalers: The scales that they had, each with whether a clean check counts for it.
+        """
         if self.overflow_of_others is not None:
             overflow = torch.maximum(moved(self.overflow_of_others, overflow.device), overflow)
         self.overflow_of_others = overflow
+        self._scalers_of_others.update(scalers)
+
+    def _forget_overflow_of_others(self) -> None:
+        self.overflow_of_others = None
+        self._scalers_of_others.clear()
 
     @untraced
     def settle_overflow(self, *, takes: bool) -> None:
@@ -267,8 +279,11 @@ class PreparedOptimizer:
         if has_grads and takes:
             self.check_left_grads()  # first, as it relies on a flag that has an answer
             self.overflow.add(overflow)
+            if ranks.world_size() == 1:  # several do not agree on what blocks of others find
+                for scaler, counts in self._scalers_of_others.items():
+                    scaler.follow(overflow, counts=counts)
         if takes or not has_grads:
-            self.overflow_of_others = None
+            self._forget_overflow_of_others()
 
     @untraced
     def check_left_grads(self) -> None:
