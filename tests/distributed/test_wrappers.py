@@ -455,6 +455,32 @@ def test_a_join_with_masters_or_a_dynamic_scale_is_refused(on_two_ranks, level):
         assert "Use opt_level='O4'" in message
 
 
+# -- gradients in a buffer ------------------------------------------------------------------
+
+
+def train_with_a_delayed_all_reduce(rank, level):
+    model, optimizer = loops.prepared(level, model=cases.net(rank))
+    delayed = model[2].weight
+    parallel = DistributedDataParallel(
+        model,
+        delay_all_reduce_named_params=[("2.weight", delayed)],
+        param_to_hook_all_reduce=model[0].weight,
+    )
+    try:
+        loops.train(parallel, optimizer, data=[cases.rank_batch(rank, step) for step in range(3)])
+    except RuntimeError as error:
+        return str(error)
+    return cases.state(model, optimizer)
+
+
+def test_a_delayed_all_reduce_keeps_ranks_alike_or_is_refused(on_two_ranks):
+    first, second = on_two_ranks(train_with_a_delayed_all_reduce, "O4")
+    assert first["model"] == second["model"]
+    for level in ("O1", "O2", "O5"):
+        for message in on_two_ranks(train_with_a_delayed_all_reduce, level):
+            assert "Leave the option out" in message
+
+
 # -- made too early --------------------------------------------------------------------------
 
 

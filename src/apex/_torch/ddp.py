@@ -93,6 +93,12 @@ def is_joining(wrapper: DistributedDataParallel) -> bool:
     return bool(config is not None and config.enable)
 
 
+def delays_all_reduce(wrapper: DistributedDataParallel) -> bool:
+    """Returns whether the wrapper averages some gradients by itself, in a buffer that they are."""
+    # Private in torch. Without it, such a wrapper is not refused.
+    return bool(wrapper.__dict__.get("_delay_all_reduce_params"))
+
+
 def rebuild_reducer(wrapper: Any) -> None:
     """Recreates the reducer of a wrapper whose parameters were cast since, with other buckets.
 

@@ -194,7 +194,9 @@ class ModelState:
         around = self._wrappers()
         for wrapper in around:
             watched = traced and self.follows_passes
-            wrappers.mark_forward(wrapper, watched=watched, drifts=session.drifts)
+            wrappers.mark_forward(
+                wrapper, watched=watched, drifts=session.drifts, scaled=session.has_scale
+            )
         if not (traced and around):
             return
         hook_pairs(self.pairs)

@@ -74,7 +74,7 @@ class DDPWrappers:
         self.states: list[_WrapperState] = []
 
     def mark_forward(
-        self, wrapper: DistributedDataParallel, *, watched: bool, drifts: bool
+        self, wrapper: DistributedDataParallel, *, watched: bool, drifts: bool, scaled: bool
     ) -> None:
         """Records that a model's forward pass begins under a wrapper, and if that sends gradients.
 
@@ -82,9 +82,11 @@ class DDPWrappers:
             wrapper: The wrapper.
             watched: Whether hooks of parameters tell when a pass begins.
             drifts: Whether there is state that ``join`` does not share among ranks.
+            scaled: Whether a loss has a scale.
 
         Raises:
-            RuntimeError: If ranks may run out of data.
+            RuntimeError: If ranks may run out of data, or the wrapper averages gradients in memory
+                that blocks do not leave to them.
         """
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return  # no pass follows
@@ -98,6 +100,12 @@ class DDPWrappers:
                 "DistributedDataParallel.join() does not share fp32 masters and dynamic loss "
                 "scales among ranks. Use opt_level='O4', or give all ranks as many batches: "
                 "DistributedSampler does."
+            )
+        if (drifts or scaled) and ddp.delays_all_reduce(wrapper):
+            raise RuntimeError(
+                "DistributedDataParallel's delay_all_reduce_named_params averages gradients in a "
+                "buffer of its own, which amp.scale_loss puts aside: ranks would drift apart. "
+                "Leave the option out, or use opt_level='O4' without a loss scale."
             )
         state.mark_forward(wrapper, watched=watched)
 
@@ -142,8 +150,8 @@ class DDPWrappers:
                     "amp.scale_loss was entered before DistributedDataParallel had averaged the "
                     "gradients of the block before, whose loss did not use all parameters. Add up "
                     "the losses of a forward pass in one block, or pass delay_unscale=True to all "
-                    "blocks but the last, and to each the optimizers of all losses. If no loss uses some parameters, pass "
-                    "find_unused_parameters=True to DistributedDataParallel."
+                    "blocks but the last, and to each the optimizers of all losses. If no loss uses "
+                    "some parameters, pass find_unused_parameters=True to DistributedDataParallel."
                 )
             if wrapper.gradient_as_bucket_view:
                 reused |= state.sent
