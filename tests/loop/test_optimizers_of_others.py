@@ -396,3 +396,37 @@ def test_an_undo_that_fails_hides_neither_the_error_nor_the_other_undos(caplog):
         change()
     assert undone == [1]
     assert "could not be undone" in caplog.text
+
+
+class Epochs(torch.optim.SGD):
+    """Its ``step`` takes no closure first, as the LARS of SimCLR's ports."""
+
+    def step(self, epoch=None, closure=None):
+        self.epoch = epoch
+        return super().step(closure)
+
+
+CALLS = {
+    "by position": lambda optimizer, closure: optimizer.step(3, closure),
+    "by name": lambda optimizer, closure: optimizer.step(3, closure=closure),
+    "both by name": lambda optimizer, closure: optimizer.step(closure=closure, epoch=3),
+}
+
+
+@loops.every(level=loops.LEVELS, call=CALLS)
+def test_a_closure_is_found_where_the_call_has_it(level, call):
+    options = {"model": loops.Weights("a"), "loss_scale": 1.0}
+    model, optimizer = loops.prepared(level, lambda params: Epochs(params, lr=0.5), **options)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(a=0.5)
+        loops.scaled_backward(loss, optimizer)
+        return loss
+
+    CALLS[call](optimizer, closure)
+    assert optimizer.epoch == 3
+    optimizer.step(4)
+    assert optimizer.epoch == 4
+    (master,) = amp.master_params(optimizer)
+    assert master.tolist() == [0.5, 0.5]

@@ -9,7 +9,7 @@ import inspect
 import math
 import numbers
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from torch import Tensor, nn
@@ -62,6 +62,25 @@ def integer(name: str, value: Any, *, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(f"{name} is {shown(value)}; it must be an integer of at least {least}.")
     return int(value)
+
+
+def closure_place(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | str | None:
+    """Returns the position or name of the closure in the arguments of an optimizer's step."""
+    if callable(kwargs.get("closure")):
+        return "closure"
+    for position, value in enumerate(args):
+        if callable(value):
+            return position
+    return None
+
+
+def replaced(
+    args: Sequence[Any], kwargs: Mapping[str, Any], place: int | str, value: object
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns arguments with another value at one position or name."""
+    if isinstance(place, str):
+        return (*args,), {**kwargs, place: value}
+    return (*args[:place], value, *args[place + 1 :]), {**kwargs}
 
 
 def is_number(value: object) -> TypeGuard[float]:

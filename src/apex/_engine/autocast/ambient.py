@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from apex._core.arguments import closure_place, replaced
 from apex._core.op_table import AutocastSpec
 from apex._core.tree import Args, Call, Kwargs
 from apex._engine.autocast.weights import Weights, shared
@@ -306,13 +307,13 @@ def begin_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Call | None:
     """Begins a step without casts; returns its arguments if one of them is a closure."""
     step = _UncastStep(optimizer)
     step.__enter__()
-    closure = kwargs.get("closure")
-    if callable(closure):
-        return args, {**kwargs, "closure": step.with_casts(closure)}
-    if len(args) > 1 and callable(args[1]):
-        itself, closure, *others = args
-        return (itself, step.with_casts(closure), *others), kwargs
-    return None
+    own_args = args[1:]  # without the optimizer itself
+    place = closure_place(own_args, kwargs)
+    if place is None:
+        return None
+    closure = kwargs[place] if isinstance(place, str) else own_args[place]
+    own_args, kwargs = replaced(own_args, kwargs, place, step.with_casts(closure))
+    return (args[0], *own_args), kwargs
 
 
 def end_step(optimizer: Optimizer) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from apex._core import tree
+from apex._core.arguments import closure_place, replaced
 from apex._core.mixins import plain_class, swap_class, with_mixin
 from apex._core.param_groups import PREPARED, dtypes_of, match_states, optimizers_in
 from apex._engine import master_table, masters
@@ -41,28 +42,35 @@ class AmpOptimizer(Optimizer):
         """Keeps generated classes out of registries that a base fills in ``__init_subclass__``."""
 
     @untraced_frame
-    def step(self, closure: Callable[[], Any] | None = None, *others: Any, **kwargs: Any) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Steps unless a gradient overflowed, then rounds the masters into the model.
 
-        The optimizer's own step gets the other arguments, a master in place of its parameter.
+        The optimizer's own step gets the same arguments: a master in place of its parameter, and
+        the closure with amp's part.
         """
         prepared = prepared_state(self)
         run: Callable[..., Any]
         if prepared is None:  # a method that a script has kept from before amp.restore
-            own_step = functools.partial(plain_class(type(self)).step, self)
-            return _call(own_step, others, kwargs, closure)
+            return plain_class(type(self)).step(self, *args, **kwargs)
         self._opt_called = True  # LR schedulers read this
         run = super().step
         if prepared.inner_step is not None and prepared.optimizer is self:
             run = prepared.inner_step
-        if others or kwargs:
-            known = {id(pair.model): pair.master for pair in prepared.pairs}
-            others, kwargs = tree.map_tensors(lambda t: known.get(id(t), t), (others, kwargs))
-            run = functools.partial(_call, run, others, kwargs)
+        if not (args or kwargs):
+            return run() if prepared.stepping else prepared.step(self, run, None)
+        known = {id(pair.model): pair.master for pair in prepared.pairs}
+        args, kwargs = tree.map_tensors(lambda t: known.get(id(t), t), (args, kwargs))
         if prepared.stepping:  # an optimizer inside another: the step has begun
-            return run() if closure is None else run(closure)
-        return prepared.step(self, run, closure)
+            return run(*args, **kwargs)
+        place = closure_place(args, kwargs)
+        own_step: Any = functools.partial(_call, run, args, kwargs, place)
+        own_step.hooked = getattr(run, "hooked", False)
+        closure = None
+        if place is not None:
+            closure = kwargs[place] if isinstance(place, str) else args[place]
+        return prepared.step(self, own_step, closure)
 
+    step.__signature__ = inspect.signature(Optimizer.step)  # type: ignore[attr-defined]
     # torch wraps a class's step to run hooks unless it is marked; the inner step runs them.
     step.hooked = True  # type: ignore[attr-defined]
     # LR schedulers wrap it to record that the optimizer stepped before them, which it does itself.
@@ -176,12 +184,12 @@ class AmpOptimizer(Optimizer):
 
 
 def _call(
-    step: Callable[..., Any], others: Any, kwargs: Any, closure: Callable[[], Any] | None = None
+    step: Callable[..., Any], args: Any, kwargs: Any, place: Any, closure: object = None
 ) -> Any:
-    """Calls a step, without a closure only if it gets nothing by position: it may take none."""
-    if others or closure is not None:
-        return step(closure, *others, **kwargs)
-    return step(**kwargs)
+    """Calls a step, with another closure if there is one."""
+    if closure is not None:
+        args, kwargs = replaced(args, kwargs, place, closure)
+    return step(*args, **kwargs)
 
 
 def prepared_state(optimizer: Optimizer) -> PreparedOptimizer | None:
