@@ -1,5 +1,7 @@
 """What an optimizer's groups hold, and how they may change."""
 
+from collections import UserList
+
 import pytest
 import torch
 from torch import nn
@@ -214,3 +216,36 @@ def test_what_has_no_gradient_stays_as_it_is(level, name):
     before = loops.values(unused.parameters())
     loops.train(model, optimizer, 2)
     assert loops.same(before, loops.values(unused.parameters()))
+
+
+class ManyKinds(torch.optim.SGD):
+    """Holds its parameters in a container of its own choice."""
+
+    def __init__(self, params, kind):
+        super().__init__(params, lr=0.1)
+        (group,) = self.param_groups
+        group["params"] = kind(group["params"])
+
+
+class Tagged(torch.Tensor):
+    """A class of tensors, such as a script's own."""
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+@pytest.mark.parametrize("kind", [frozenset, UserList, nn.ParameterList])
+def test_a_container_that_cannot_take_masters_is_refused_and_nothing_changes(level, kind):
+    model = loops.net()
+    optimizer = ManyKinds(model.parameters(), kind)
+    with loops.nothing_changes(model, optimizer), pytest.raises(TypeError, match="Use a list, or"):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    loops.train(*loops.prepared("O4", lambda params: ManyKinds(params, kind)))
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_a_parameter_that_cannot_have_a_master_is_refused_and_nothing_changes(level):
+    model = loops.net()
+    model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Tagged))
+    optimizer = loops.sgd(model.parameters())
+    words = "Tagged, which cannot have an fp32 master. Use opt_level='O4'"
+    with loops.nothing_changes(model, optimizer), pytest.raises(TypeError, match=words):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)

@@ -301,3 +301,10 @@ def test_an_optimizer_with_masters_is_refused_without_its_model(level):
     with torch.no_grad():
         amp.restore(*first)
     loops.plain_step(*first, *loops.batch())
+
+
+def test_an_optimizer_may_be_named_twice(level):
+    model, optimizer = loops.trained(level)
+    amp.restore(model, [optimizer, optimizer])
+    assert type(optimizer) is torch.optim.SGD
+    assert not torch.is_autocast_enabled("cpu")

@@ -264,6 +264,18 @@ def test_a_block_inside_another_of_the_same_optimizer_is_refused(level, after_de
     optimizer.step()
 
 
+def test_a_context_is_of_one_pass(level):
+    model, optimizer = loops.prepared(level, loss_scale=128.0)
+    block = amp.scale_loss(loops.small_loss(model), optimizer)
+    with block as scaled_loss:
+        scaled_loss.backward()
+    before = loops.grads(model.parameters())
+    with pytest.raises(RuntimeError, match="Call it anew for each pass"):
+        block.__enter__()
+    assert loops.same(loops.grads(model.parameters()), before)
+    optimizer.step()
+
+
 def test_before_initialize_the_error_shows_the_call():
     model, optimizer = loops.plain_pair()
     words = r"before amp\.initialize.*\n.*model, optimizer = amp\.initialize\(model, optimizer, opt"

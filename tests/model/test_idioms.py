@@ -163,3 +163,25 @@ def test_a_forward_costs_the_same_beside_many_models(level):
         counts.append(calls_inside(models[0], torch.ones(1, 2)))
         amp.restore(models, optimizer)
     assert counts[0] == counts[1]
+
+
+class OwnHalf(nn.Linear):
+    """Has methods of its own under names of torch's."""
+
+    def half(self, x, part=0):
+        return x.chunk(2, -1)[part]
+
+    def double(self, x):
+        return torch.cat([x, x], -1)
+
+    def forward(self, x):
+        return super().forward(self.double(self.half(x, part=1)))
+
+
+def test_a_model_may_have_methods_of_its_own_for_half_and_double(level):
+    torch.manual_seed(0)
+    model = OwnHalf(4, 2)
+    expected = copy.deepcopy(model)(torch.ones(2, 4))
+    model, _ = prepared(level, model=model)
+    torch.testing.assert_close(model(torch.ones(2, 4)).float(), expected, rtol=0.02, atol=0.02)
+    assert type(model.bfloat16()) is OwnHalf

@@ -60,6 +60,15 @@ def test_an_mlp_is_linear_layers_with_activations(activation, bias):
         torch.testing.assert_close([result, *norms.gradients(result, args)], wanted)
 
 
+def test_each_use_of_a_tensor_in_an_mlp_function_has_its_own_gradient():
+    weight = torch.randn(4, 4, requires_grad=True)
+    grads = []
+    for call in (mlp_function, MlpFunction.apply):
+        x = weight * 2.0  # depends on the weight, which two layers share
+        grads += torch.autograd.grad(call(0, 1, x, weight, weight).square().sum(), weight)
+    torch.testing.assert_close(*grads)
+
+
 def test_an_mlp_starts_as_apexs_and_refuses_what_does_not_fit():
     model = MLP([300, 500])
     assert model.weight_0.std().item() == pytest.approx((2 / 800) ** 0.5, rel=0.05)

@@ -135,9 +135,14 @@ class BackwardPass:
         """Makes room for the gradients and returns the scaled loss (fp32).
 
         Raises:
-            RuntimeError: Inside another block for one of the same optimizers, whose gradients would
-                mix before either is unscaled.
+            RuntimeError: A second time, and inside another block for one of the same optimizers,
+                whose gradients would mix before either is unscaled.
         """
+        if self._state is not _State.NEW:
+            raise RuntimeError(
+                "amp.scale_loss(loss, optimizer) is the context of one pass, and it was entered "
+                f"again. Call it anew for each pass:\n{BLOCK}"
+            )
         self._end_earlier_loans()
         self._is_captured = capturing(self.loss.device)
         with without_overrides():

@@ -259,7 +259,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
         torch.float32
     """
     model_list = inputs.model_list(models)
-    optimizer_list = [] if optimizers is None else unwrapped(optimizers)
+    optimizer_list = [] if optimizers is None else [*dict.fromkeys(unwrapped(optimizers))]
     prepared = converted_in(model_list)
     if prepared or any(map(prepared_state, optimizer_list)):
         inputs.check_prepared(model_list, optimizer_list)

@@ -38,9 +38,11 @@ class MlpFunction(torch.autograd.Function):
         """
         create_graph = torch.is_grad_enabled()
         args = ctx.saved_tensors
-        trainable = [arg for arg in args if arg.requires_grad]
         with torch.enable_grad():
-            output = mlp_function(ctx.bias, ctx.activation, *args)
+            # Views, as one tensor may be several arguments, and an argument depend on another.
+            inputs = [arg.view_as(arg) for arg in args]
+            output = mlp_function(ctx.bias, ctx.activation, *inputs)
+            trainable = [view for view in inputs if view.requires_grad]
             grad_output = grad_o.to(output.dtype)
             grads = torch.autograd.grad(output, trainable, grad_output, create_graph=create_graph)
         remaining = iter(grads)

@@ -57,7 +57,11 @@ class Converted(nn.Module):
     @staticmethod
     def _apex_overrides(own: Any) -> dict[str, Any]:
         """Returns the methods that depend on ``own``."""
-        return {"forward": _casting_forward(own)}
+        overrides: dict[str, Any] = {"forward": _casting_forward(own)}
+        for name in ("half", "bfloat16", "float", "double"):
+            if getattr(own, name) is getattr(nn.Module, name):  # else a method of the script
+                overrides[name] = _dtype_method(name)
+        return overrides
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         """Applies the function of ``to`` and the like.
@@ -72,22 +76,6 @@ class Converted(nn.Module):
             return apply(lambda tensor: _moved(tensor, fn(tensor)), *args, **kwargs)
         _become_plain(self, f"to({after})")
         return apply(fn, *args, **kwargs)
-
-    def half(self: Any) -> Any:
-        """Becomes the plain model in fp16."""
-        return _become_plain(self, "half()").half()
-
-    def bfloat16(self: Any) -> Any:
-        """Becomes the plain model in bf16."""
-        return _become_plain(self, "bfloat16()").bfloat16()
-
-    def float(self: Any) -> Any:
-        """Becomes the plain model in fp32."""
-        return _become_plain(self, "float()").float()
-
-    def double(self: Any) -> Any:
-        """Becomes the plain model in fp64."""
-        return _become_plain(self, "double()").double()
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients, also those that an unfinished pass has put aside."""
@@ -178,6 +166,15 @@ class Rounded(Converted):
                 overrides[name] = _Method(own, name)
         # Last, as ``forward`` is among the methods.
         return overrides | Converted._apex_overrides(own)
+
+
+def _dtype_method(name: str) -> Callable[..., Any]:
+    """Returns the method by which a model becomes the plain model in another dtype."""
+
+    def become(self: Any) -> Any:
+        return getattr(_become_plain(self, f"{name}()"), name)()
+
+    return become
 
 
 class _Method:

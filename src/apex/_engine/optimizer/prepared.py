@@ -149,12 +149,24 @@ class PreparedOptimizer:
         self.pairs = pairs
         if created:
             exchange(self.optimizer, created)
+            stepped = {*map(id, self.params())}  # as a master equals its parameter
+            if not stepped.issuperset(map(id, created.values())):
+                self._take_back_masters()
+                raise TypeError(
+                    f"A group of {type(self.optimizer).__name__} holds its parameters in a "
+                    "container in which amp cannot put their fp32 masters. Use a list, or "
+                    "opt_level='O4'."
+                )
         return bool(created)
 
-    def close(self) -> None:
+    def _take_back_masters(self) -> None:
         """Puts the model's own parameters back into the groups, with the optimizer's state."""
         exchange(self.optimizer, {id(pair.master): pair.model for pair in self.pairs})
         self.pairs.clear()
+
+    def close(self) -> None:
+        """Becomes plain: without masters and observers."""
+        self._take_back_masters()
         self.until_plain.close()
         live_optimizers.remove(self)
 

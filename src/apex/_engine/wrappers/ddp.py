@@ -151,7 +151,8 @@ class DDPWrappers:
                     "gradients of the block before, whose loss did not use all parameters. Add up "
                     "the losses of a forward pass in one block, or pass delay_unscale=True to all "
                     "blocks but the last, and the optimizers of all losses to each. If no loss "
-                    "uses some parameters, pass find_unused_parameters=True to DistributedDataParallel."
+                    "uses some parameters, pass find_unused_parameters=True to "
+                    "DistributedDataParallel."
                 )
             if wrapper.gradient_as_bucket_view:
                 reused |= state.sent
