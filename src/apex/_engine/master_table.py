@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterable, MutableMapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,13 +63,14 @@ def create(param: nn.Parameter, value: Tensor | None = None) -> MasterPair:
     if pair is None:
         if value is None or value.dtype is param.dtype:
             value = rounding.exact_value(param, exact.get(param))
-        master: object = make_master(value, Master)
-        if not isinstance(master, Master):
+        master = make_master(value, Master)
+        is_master = isinstance(master, Master)
+        if not is_master and is_readable(param):  # a fake tensor is never trained
             raise TypeError(
                 f"A trained 16-bit parameter is a {type(param).__name__}, which cannot have an "
                 "fp32 master. Use opt_level='O4', which keeps weights in fp32."
             )
-        pair = MasterPair(param, master)
+        pair = MasterPair(param, cast(Master, master))
         _by_param[id(param)] = pair
         pair.count()
     elif value is not None and value.dtype is not param.dtype:
