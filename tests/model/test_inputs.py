@@ -1,7 +1,9 @@
 """Inputs and outputs of a model: containers, objects with a ``to``, arguments that are not cast."""
 
 import collections.abc
+import copy
 import dataclasses
+import pickle
 import types
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from apex import amp
 from tests.model.nets import LOW, Echo, converted
 from tests.support.features import TORCH_VERSION
-from tests.support.loops import every, messages
+from tests.support.loops import descend, every, messages, prepared
 
 Point = namedtuple("Point", "x y")
 
@@ -549,3 +551,25 @@ def test_an_input_among_kwargs_has_a_name_and_among_args_a_position():
         assert model.seen[1] is times
     with pytest.raises(ValueError, match="1, which is no argument of the model's forward"):
         converted(Flexible(), fp32_inputs=[1])
+
+
+class Tree(nn.Linear):
+    """Takes and returns nodes that know their parents."""
+
+    def forward(self, root):
+        child = {"h": super().forward(root["h"]), "parent": root}
+        root["children"].append(child)
+        return child
+
+
+def test_a_container_may_hold_itself(level):
+    model, optimizer = prepared(level, model=Tree(4, 4))
+    root = {"h": torch.ones(2, 4), "children": []}
+    root["root"] = root
+    child = model(root)
+    descend(child["h"].float().square().mean() / 64, optimizer)
+    assert {*child} == {"h", "parent"}
+    model.config = {"scale": 2}
+    model.config["root"] = model.config
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert copied.config["root"] is copied.config

@@ -32,7 +32,8 @@ def map_leaves(fn: LeafFunction, obj: T) -> T:
     Leaves are tensors, and objects other than modules and dicts whose class has a method ``to``.
     Lists, tuples, deques, mappings and dataclasses are searched. Containers keep their types and
     are not modified; one in which nothing changes is returned itself. A mapping that cannot be
-    copied becomes a dict, as in apex. Everything else is returned unchanged.
+    copied becomes a dict, as in apex. Everything else is returned unchanged, and so is a container
+    inside itself.
 
     Args:
         fn: Called with each leaf; returns the replacement, or the same leaf for no change.
@@ -182,9 +183,9 @@ def _replacement(fn: LeafFunction, obj: Any, outer: tuple[Any, ...] = ()) -> Any
     Args:
         fn: See :func:`map_leaves`.
         obj: The object.
-        outer: Dataclasses that hold it, to which it may refer back.
+        outer: Containers and dataclasses that hold it, to which it may refer back.
     """
-    if isinstance(obj, (nn.Module, type)):
+    if isinstance(obj, (nn.Module, type)) or any(holder is obj for holder in outer):
         return _SAME
     # An object's own ``to`` takes precedence over its base type: a packed sequence is a named
     # tuple. Not that of a dict, such as a tokenizer's batch, which may take devices alone. Looked
@@ -198,12 +199,12 @@ def _replacement(fn: LeafFunction, obj: Any, outer: tuple[Any, ...] = ()) -> Any
         items = enumerate(obj)
     elif isinstance(obj, Mapping):
         items = obj.items()
-    elif dataclasses.is_dataclass(obj) and not any(holder is obj for holder in outer):
+    elif dataclasses.is_dataclass(obj):
         names = [field.name for field in dataclasses.fields(obj)]
         items = [(name, getattr(obj, name, None)) for name in names]
-        outer = (*outer, obj)
     else:
         return _SAME
+    outer = (*outer, obj)
     changes = {}
     for key, item in items:
         new = _replacement(fn, item, outer)
