@@ -185,7 +185,10 @@ def _replacement(fn: LeafFunction, obj: Any, outer: tuple[Any, ...] = ()) -> Any
         obj: The object.
         outer: Containers and dataclasses that hold it, to which it may refer back.
     """
-    if isinstance(obj, (nn.Module, type)) or any(holder is obj for holder in outer):
+    if isinstance(obj, (nn.Module, type)):
+        return _SAME
+    # dynamo cannot trace a comparison of containers, nor cycles.
+    if not is_compiling() and any(holder is obj for holder in outer):
         return _SAME
     # An object's own ``to`` takes precedence over its base type: a packed sequence is a named
     # tuple. Not that of a dict, such as a tokenizer's batch, which may take devices alone. Looked
