@@ -1,5 +1,7 @@
 """User functions, and parts without casts, compiled while a session casts in this thread."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,19 @@ WRAPPERS = [
 def test_user_functions_cast(wrap, given, wanted):
     run, _ = compiled(wrap(torch.maximum))
     assert run(torch.ones(2, dtype=given), torch.ones(2, dtype=torch.bfloat16)).dtype is wanted
+
+
+@dataclass
+class Node:
+    h: Tensor
+    parent: object = None
+
+
+def test_a_dataclass_that_refers_to_itself_is_traced():
+    node = Node(torch.ones(2))
+    node.parent = node
+    run, graphs = compiled(amp.half_function(lambda node: node.h + 1))
+    assert (run(node).dtype, graphs.frame_count) == (torch.bfloat16, 1)
 
 
 doubled, _ = compiled(lambda x: x + x)

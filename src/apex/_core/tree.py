@@ -187,9 +187,6 @@ def _replacement(fn: LeafFunction, obj: Any, outer: tuple[Any, ...] = ()) -> Any
     """
     if isinstance(obj, (nn.Module, type)):
         return _SAME
-    # dynamo cannot trace a comparison of containers, nor cycles.
-    if not is_compiling() and any(holder is obj for holder in outer):
-        return _SAME
     # An object's own ``to`` takes precedence over its base type: a packed sequence is a named
     # tuple. Not that of a dict, such as a tokenizer's batch, which may take devices alone. Looked
     # up on the class: objects with ``__getattr__`` seem to have every attribute.
@@ -197,6 +194,12 @@ def _replacement(fn: LeafFunction, obj: Any, outer: tuple[Any, ...] = ()) -> Any
     if not is_dict and callable(getattr(type(obj), "to", None)):
         new = fn(obj)
         return _SAME if new is obj else new
+    # dynamo can compare dataclasses, and not containers.
+    is_compared = not is_compiling() or dataclasses.is_dataclass(obj)
+    if is_compared and any(holder is obj for holder in outer):
+        return _SAME
+    if is_compared:
+        outer = (*outer, obj)
     items: Iterable[tuple[Any, Any]]
     if isinstance(obj, (list, tuple, deque)):
         items = enumerate(obj)
@@ -207,7 +210,6 @@ def _replacement(fn: LeafFunction, obj: Any, outer: tuple[Any, ...] = ()) -> Any
         items = [(name, getattr(obj, name, None)) for name in names]
     else:
         return _SAME
-    outer = (*outer, obj)
     changes = {}
     for key, item in items:
         new = _replacement(fn, item, outer)
