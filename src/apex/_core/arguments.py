@@ -64,23 +64,18 @@ def integer(name: str, value: Any, *, least: int) -> int:
     return int(value)
 
 
-def closure_place(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | str | None:
-    """Returns the position or name of the closure in the arguments of an optimizer's step."""
-    if callable(kwargs.get("closure")):
-        return "closure"
-    for position, value in enumerate(args):
-        if callable(value):
-            return position
-    return None
+def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """Returns the closure among the arguments of an optimizer's step, if there is one."""
+    named = kwargs.get("closure")
+    return named if callable(named) else next(filter(callable, args), None)
 
 
 def replaced(
-    args: Sequence[Any], kwargs: Mapping[str, Any], place: int | str, value: object
+    args: Sequence[Any], kwargs: Mapping[str, Any], old: object, new: object
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns arguments with another value at one position or name."""
-    if isinstance(place, str):
-        return (*args,), {**kwargs, place: value}
-    return (*args[:place], value, *args[place + 1 :]), {**kwargs}
+    """Returns arguments with one object in place of another."""
+    new_args = tuple(new if value is old else value for value in args)
+    return new_args, {name: new if value is old else value for name, value in kwargs.items()}
 
 
 def is_number(value: object) -> TypeGuard[float]:

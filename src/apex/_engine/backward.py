@@ -281,9 +281,7 @@ class BackwardPass:
                 prepared.end_pass()
                 prepared.give_back()
                 if overflow is not None:
-                    counted = dict.fromkeys(self._earlier_scalers([prepared]), True)
-                    # The pass's own check updates its scale, and counts it if it is clean.
-                    prepared.add_overflow_of_others(overflow, {self.scaler: False, **counted})
+                    prepared.add_overflow_of_others(overflow, self._scalers_of([prepared]))
 
     def _unscale_borrowed(self, params: Collection[nn.Parameter]) -> Tensor | None:
         """Unscales gradients that were lent; returns whether they overflow, if that is checked."""
@@ -446,7 +444,7 @@ class BackwardPass:
             if prepared in self._named or self._is_captured:
                 flagged.append(prepared)
             elif scaler.dynamic:
-                prepared.add_overflow_of_others(scaler.found_inf.clone(), {})
+                prepared.add_overflow_of_others(scaler.found_inf.clone(), [])
         if adds:
             for prepared in flagged:
                 prepared.check_left_grads()
@@ -458,18 +456,18 @@ class BackwardPass:
     def _update_scales(self, flags: Iterable[OverflowFlag]) -> None:
         """Updates the scales of earlier passes that it has checked, and soon its own."""
         self.scaler.await_update(flags)
-        for other in self._earlier_scalers(self.prepared_optimizers):
-            other.follow(self.scaler.found_inf, counts=True)
+        for scaler in self._scalers_of(self.prepared_optimizers):
+            if scaler is not self.scaler:
+                scaler.follow(self.scaler.found_inf, counts=True)
 
-    def _earlier_scalers(self, optimizers: Iterable[PreparedOptimizer]) -> Collection[Scaler]:
-        """Returns the other scales of delayed passes of optimizers, which this pass checks."""
+    def _scalers_of(self, optimizers: Iterable[PreparedOptimizer]) -> Collection[Scaler]:
+        """Returns the scales of the passes whose gradients it checks for optimizers."""
         scalers: dict[Scaler, None] = {}
         for prepared in optimizers:
-            earlier = self._earlier.get(prepared)
-            while earlier is not None:
-                scalers[earlier.scaler] = None
-                earlier = earlier._earlier.get(prepared)
-        scalers.pop(self.scaler, None)
+            begun: BackwardPass | None = self
+            while begun is not None:
+                scalers[begun.scaler] = None
+                begun = begun._earlier.get(prepared)
         return scalers
 
     def _abort(self) -> None:

@@ -62,8 +62,6 @@ replaced_views: list[tuple[nn.Parameter, Tensor, Tensor]] = []
 """Parameters, each with its fp32 gradient and the 16-bit view in whose place that is, until a block
 or a step ends. A view is of a script's buffer, or a wrapper's."""
 
-_shared = weakref.WeakSet["MasterPair"]()
-"""Pairs whose masters another process has in its memory, where its writes are not counted."""
 
 _register_hook: Callable[..., RemovableHandle] = nn.Parameter.register_hook
 _register_final_hook: Callable[..., RemovableHandle] = (
@@ -193,7 +191,7 @@ class Master(nn.Parameter):
         if processes.is_starting_one():  # it gets the master's own memory, as torch shares it
             update_masters_from_model([pair])
             mark_trained([pair])
-            _shared.add(pair)
+            pair.is_shared = True
         elif not pair.counts_as_synced:
             value = pair.exact_value()
         plain = nn.Parameter(value, pair.model.requires_grad)
@@ -230,6 +228,8 @@ class MasterPair:
         master: The fp32 parameter that optimizers step in its place.
         state: Whether the master's low bits are valid.
         is_hooked: Whether a hook of the model's parameter prepares its gradient.
+        is_shared: Whether another process has the master's memory. Its writes are not counted here,
+            so the master counts as written, unless the weight was.
         made: The number of all pairs that were ever made.
     """
 
@@ -241,6 +241,7 @@ class MasterPair:
         self.master = master
         self.state = MasterState.FRESH
         self.is_hooked = False
+        self.is_shared = False
         self._model_version = model._version
         # While an optimizer steps the master, minus the number of its thread.
         self._master_version = master._version
@@ -280,7 +281,7 @@ class MasterPair:
             and self.model._version == self._model_version
             and self.model.data_ptr() == self._storage.data_ptr()
             and self.master._version == self._master_version
-            and self not in _shared
+            and not self.is_shared
         )
 
 
@@ -327,12 +328,8 @@ def make_master(exact: Tensor, master_class: type[nn.Parameter] = nn.Parameter) 
 def update_model_from_masters(pairs: Iterable[MasterPair], *, ends_step: bool = False) -> None:
     """Rounds every written master into its model parameter, or leaves that to a step elsewhere.
 
-    Until a step ends, its masters count as written: a fused kernel may yet write them. So do those
-    that another process may have written, unless this one has written the weight.
+    Until a step ends, its masters count as written: a fused kernel may yet write them.
     """
-    for pair in _shared:
-        if pair.model_writes == 0:
-            increment_version(pair.master)
     written: list[MasterPair] = []
     this_step = -threading.get_ident()
     with without_overrides():
@@ -340,7 +337,10 @@ def update_model_from_masters(pairs: Iterable[MasterPair], *, ends_step: bool = 
             before = pair._master_version
             # An optimizer that steps the master in another thread may have written a half of it.
             is_elsewhere = before < 0 and before != this_step
-            if pair.master._version != before and not is_elsewhere:
+            is_written = pair.master._version != before
+            if pair.is_shared and pair.model_writes == 0:
+                is_written = True
+            if is_written and not is_elsewhere:
                 written.append(pair)
     if not written:
         return

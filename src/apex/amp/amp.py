@@ -50,7 +50,7 @@ def register_half_function(module: Any, name: str) -> None:
     Call it before or after ``amp.initialize``.
 
     Raises:
-        ValueError: If ``module`` has no function ``name``.
+        ValueError: If ``module`` has no function ``name``, or it cannot be replaced there.
     """
     _amp_state.functions.register(module, name, "low_precision")
 
@@ -59,7 +59,7 @@ def register_bfloat16_function(module: Any, name: str) -> None:
     """Makes ``module.name`` a :func:`bfloat16_function` during sessions with op casts.
 
     Raises:
-        ValueError: If ``module`` has no function ``name``.
+        ValueError: If ``module`` has no function ``name``, or it cannot be replaced there.
     """
     _amp_state.functions.register(module, name, "bfloat16")
 
@@ -68,7 +68,7 @@ def register_float_function(module: Any, name: str) -> None:
     """Makes ``module.name`` a :func:`float_function` during sessions with op casts.
 
     Raises:
-        ValueError: If ``module`` has no function ``name``.
+        ValueError: If ``module`` has no function ``name``, or it cannot be replaced there.
     """
     _amp_state.functions.register(module, name, "float")
 
@@ -77,7 +77,7 @@ def register_promote_function(module: Any, name: str) -> None:
     """Makes ``module.name`` a :func:`promote_function` during sessions with op casts.
 
     Raises:
-        ValueError: If ``module`` has no function ``name``.
+        ValueError: If ``module`` has no function ``name``, or it cannot be replaced there.
     """
     _amp_state.functions.register(module, name, "promote")
 

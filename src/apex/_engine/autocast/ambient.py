@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from apex._core.arguments import closure_place, replaced
+from apex._core.arguments import closure_of, replaced
 from apex._core.op_table import AutocastSpec
 from apex._core.tree import Args, Call, Kwargs
 from apex._engine.autocast.weights import Weights, shared
@@ -307,13 +307,10 @@ def begin_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Call | None:
     """Begins a step without casts; returns its arguments if one of them is a closure."""
     step = _UncastStep(optimizer)
     step.__enter__()
-    own_args = args[1:]  # without the optimizer itself
-    place = closure_place(own_args, kwargs)
-    if place is None:
+    closure = closure_of(args[1:], kwargs)  # without the optimizer itself
+    if closure is None:
         return None
-    closure = kwargs[place] if isinstance(place, str) else own_args[place]
-    own_args, kwargs = replaced(own_args, kwargs, place, step.with_casts(closure))
-    return (args[0], *own_args), kwargs
+    return replaced(args, kwargs, closure, step.with_casts(closure))
 
 
 def end_step(optimizer: Optimizer) -> None:

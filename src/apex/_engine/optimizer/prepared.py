@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol, cast
 
@@ -89,8 +89,8 @@ class PreparedOptimizer:
         self.overflow = OverflowFlag()
         # Whether gradients overflowed that other optimizers' blocks have left, 0-d.
         self.overflow_of_others: Tensor | None = None
-        # The scales of those blocks, each with whether a clean check counts for it.
-        self._scalers_of_others: dict[Scaler, bool] = {}
+        # The scales of those gradients.
+        self._scalers_of_others: set[Scaler] = set()
         # Called with a pass and this object after each pass, with it collected.
         self.listeners: list[Callable[..., None]] = []
         # What observers have put on its parameters, until it is plain again.
@@ -261,12 +261,12 @@ class PreparedOptimizer:
             if begun is not None and is_delayed:
                 begun.forget(self)
 
-    def add_overflow_of_others(self, overflow: Tensor, scalers: Mapping[Scaler, bool]) -> None:
+    def add_overflow_of_others(self, overflow: Tensor, scalers: Collection[Scaler]) -> None:
         """Adds whether gradients overflowed that one more block of others has left.
 
         Args:
             overflow: Whether they did, 0-d.
-            scalers: The scales that they had, each with whether a clean check counts for it.
+            scalers: The scales that they had, which are to back off.
         """
         if self.overflow_of_others is not None:
             overflow = torch.maximum(moved(self.overflow_of_others, overflow.device), overflow)
@@ -292,8 +292,8 @@ class PreparedOptimizer:
             self.check_left_grads()  # first, as it relies on a flag that has an answer
             self.overflow.add(overflow)
             if ranks.world_size() == 1:  # several do not agree on what blocks of others find
-                for scaler, counts in self._scalers_of_others.items():
-                    scaler.follow(overflow, counts=counts)
+                for scaler in self._scalers_of_others:
+                    scaler.follow(overflow, counts=False)
         if takes or not has_grads:
             self._forget_overflow_of_others()
 

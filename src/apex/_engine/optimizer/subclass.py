@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from apex._core import tree
-from apex._core.arguments import closure_place, replaced
+from apex._core.arguments import closure_of, replaced
 from apex._core.mixins import plain_class, swap_class, with_mixin
 from apex._core.param_groups import PREPARED, dtypes_of, match_states, optimizers_in
 from apex._engine import master_table, masters
@@ -62,12 +62,9 @@ class AmpOptimizer(Optimizer):
         args, kwargs = tree.map_tensors(lambda t: known.get(id(t), t), (args, kwargs))
         if prepared.stepping:  # an optimizer inside another: the step has begun
             return run(*args, **kwargs)
-        place = closure_place(args, kwargs)
-        own_step: Any = functools.partial(_call, run, args, kwargs, place)
+        closure = closure_of(args, kwargs)
+        own_step: Any = functools.partial(_call, run, args, kwargs, closure)
         own_step.hooked = getattr(run, "hooked", False)
-        closure = None
-        if place is not None:
-            closure = kwargs[place] if isinstance(place, str) else args[place]
         return prepared.step(self, own_step, closure)
 
     step.__signature__ = inspect.signature(Optimizer.step)  # type: ignore[attr-defined]
@@ -184,11 +181,11 @@ class AmpOptimizer(Optimizer):
 
 
 def _call(
-    step: Callable[..., Any], args: Any, kwargs: Any, place: Any, closure: object = None
+    step: Callable[..., Any], args: Any, kwargs: Any, closure: object, evaluation: object = None
 ) -> Any:
-    """Calls a step, with another closure if there is one."""
-    if closure is not None:
-        args, kwargs = replaced(args, kwargs, place, closure)
+    """Calls a step, with an evaluation in place of the closure if there is one."""
+    if evaluation is not None:
+        args, kwargs = replaced(args, kwargs, closure, evaluation)
     return step(*args, **kwargs)
 
 
