@@ -2,9 +2,11 @@
 
 import contextlib
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -458,6 +460,18 @@ def test_a_join_with_masters_or_a_dynamic_scale_is_refused(on_two_ranks, level):
 # -- gradients in a buffer ------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def all_reduces_waited_for():
+    """The delayed all-reduce is not: on a CPU it may end after the step, also without amp."""
+    all_reduce = dist.all_reduce
+
+    def waiting(tensor, group=None, async_op=False):
+        all_reduce(tensor, group=group)
+
+    with mock.patch.object(dist, "all_reduce", waiting):
+        yield
+
+
 def train_with_a_delayed_all_reduce(rank, level):
     model, optimizer = loops.prepared(level, model=cases.net(rank))
     delayed = model[2].weight
@@ -466,8 +480,10 @@ def train_with_a_delayed_all_reduce(rank, level):
         delay_all_reduce_named_params=[("2.weight", delayed)],
         param_to_hook_all_reduce=model[0].weight,
     )
+    data = [cases.rank_batch(rank, step) for step in range(3)]
     try:
-        loops.train(parallel, optimizer, data=[cases.rank_batch(rank, step) for step in range(3)])
+        with all_reduces_waited_for():
+            loops.train(parallel, optimizer, data=data)
     except RuntimeError as error:
         return str(error)
     return cases.state(model, optimizer)
