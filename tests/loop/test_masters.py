@@ -218,6 +218,7 @@ def test_an_optimizer_that_amp_has_not_seen_steps_the_masters(level, base, clear
                 steps.zero_grad()
             if step == 1:
                 model[0].load_state_dict(loops.net(seed=3)[0].state_dict())
+                nn.init.constant_(model[2].weight, 0.5)
         forward(model)
         assert loops.agree(model, optimizer)
         return loops.masters(optimizer)

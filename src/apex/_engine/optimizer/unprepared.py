@@ -19,6 +19,7 @@ from apex._core import dtypes
 from apex._core.param_groups import PREPARED, params_of
 from apex._engine import masters
 from apex._engine.autocast import ambient
+from apex._engine.masters import MasterPair
 from apex._engine.session import Session, live_optimizers
 from apex._torch.dynamo import untraced
 from apex._torch.modules import named_tensors
@@ -34,6 +35,11 @@ def _weights_of_models(session: Session, params: Sequence[Tensor]) -> Iterator[T
     for param in params:
         if id(param) in weights:
             yield param
+
+
+def _pairs(optimizer: Optimizer) -> list[MasterPair]:
+    """Returns the pairs of those masters that the optimizer steps."""
+    return [*filter(None, map(masters.pair_of_master, params_of(optimizer)))]
 
 
 def _drop_overflowed(params: Sequence[Tensor]) -> None:
@@ -68,6 +74,7 @@ class _Hooks:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if PREPARED in vars(optimizer):
             return None
+        masters.update_masters_from_model(_pairs(optimizer))
         params = params_of(optimizer)
         self._versions[optimizer] = {id(param): param._version for param in params}
         _drop_overflowed(params)
@@ -78,8 +85,7 @@ class _Hooks:
         if PREPARED in vars(optimizer):
             return
         ambient.end_step(optimizer)
-        stepped = [*filter(None, map(masters.pair_of_master, params_of(optimizer)))]
-        masters.round_masters(stepped)
+        masters.round_masters(_pairs(optimizer))
         versions = self._versions.get(optimizer, {})
         is_fused = any(group.get("fused") for group in optimizer.param_groups)  # counts no writes
         params = params_of(optimizer)
