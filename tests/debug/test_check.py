@@ -1,5 +1,7 @@
 """What is wrong with weights and gradients: updates that are lost, numbers that are not finite."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -92,6 +94,28 @@ def test_an_amp_optimizer_steps_the_same_as_without_the_block():
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+class Noisy(torch.optim.SGD):
+    """Langevin dynamics: a step adds random numbers."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            param += torch.randn_like(param)
+
+
+def test_an_optimizer_that_draws_gets_its_own_numbers():
+    steps = []
+    for context in (frozen_updates, lambda _: nullcontext()):
+        torch.manual_seed(0)
+        weight = weight_of([1.0, 2.0], torch.float32)
+        optimizer = Noisy([weight], lr=0.5)
+        with context(optimizer):
+            optimizer.step()
+        steps.append(weight)
+    assert torch.equal(*steps)
+
+
 def test_hooks_and_schedulers_see_one_step_only():
     optimizer = torch.optim.SGD([weight_of([1.0], torch.float32)], lr=1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -165,7 +189,7 @@ def test_infinities_of_a_mask_are_no_fault_in_a_buffer():
     model = torch.nn.BatchNorm1d(3)
     model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
     assert amp.debug.check_numerics(model) == []
-    model.running_var.fill_(torch.inf)
+    model.running_var[1] = torch.inf  # the others are 1
     model.mask[0, 0] = torch.nan
     model.weight.data[0] = torch.inf  # the others are 1
     found = amp.debug.check_numerics(model)

@@ -199,6 +199,12 @@ def test_a_copy_in_the_same_dtype_is_no_cast_and_takes_no_time_if_nothing_else_r
     assert "0 % of the time in 16 bits" in str(explain(nn.Identity(), X, backward=False))
 
 
+def test_arguments_and_buffers_may_be_expanded():
+    model = Body(lambda self, x: (x + self.row).square())
+    model.register_buffer("row", X[:1].expand(len(X), -1))
+    assert row_of(explain(model, X[:1].expand(len(X), -1), backward=False), "add").calls == 1
+
+
 def test_statistics_in_fp32_leave_a_batch_norm_in_16_bits():
     found = explain(nn.BatchNorm1d(4), X.bfloat16())
     assert row_of(found, "native_batch_norm").computed_in == "bfloat16"

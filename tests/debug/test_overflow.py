@@ -304,6 +304,19 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
 doubled.register_autograd(lambda ctx, grad: 2.0 * grad)
 
 
+@torch.library.custom_op("apex_tests::squared_half", mutates_args=())
+def squared_half(x: torch.Tensor) -> torch.Tensor:
+    """An extension's operator, with words of its own for other dtypes."""
+    assert x.dtype is torch.float16
+    return x * x
+
+
+def test_an_operator_that_refuses_fp64_in_its_own_way_ends_no_trace():
+    with amp.debug.trace_overflow() as trace:
+        squared_half(torch.full((2,), 1e3, dtype=torch.float16)).float().sum()
+    assert trace.first.op == "apex_tests.squared_half"
+
+
 @pytest.mark.parametrize("level", ["O4", "O5"])
 def test_a_kernel_that_returns_nan_for_small_numbers_is_named_as_such(level):
     net = nn.Sequential(nn.Linear(4, 4), bodies.Body(lambda _, x: doubled(x)))

@@ -23,7 +23,14 @@ from apex._engine.optimizer.subclass import prepared_state
 from apex.amp.report import NonfiniteGradient, count, nonfinite_gradients
 from apex.debug import tracing
 from apex.debug.causes import explained, remedies
-from apex.debug.common import counted, held_by, inner, percent, to_json
+from apex.debug.common import (
+    counted,
+    held_by,
+    inner,
+    percent,
+    restore_random_numbers,
+    to_json,
+)
 from apex.debug.place import Finding, innermost_line, unwrapped
 
 
@@ -220,7 +227,9 @@ class FrozenUpdates:
         wide = {param: _widened_parameter(param) for param in params_of(optimizer)}
         self.busy = True
         try:
-            _copy_of(optimizer, wide).step()
+            with ExitStack() as stack:
+                restore_random_numbers(stack, wide)
+                _copy_of(optimizer, wide).step()
         except Exception as error:
             if self._only is not None:
                 raise

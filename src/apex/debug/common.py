@@ -168,7 +168,7 @@ def preserve_state(model: nn.Module, arguments: object) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.callback(torch.clear_autocast_cache)
-        _restore_random_numbers(stack, model)
+        restore_random_numbers(stack, named_tensors(model).values())
         for _, param in named_parameters(model):
             if param.is_leaf:  # a deep copy of a traced module has others
                 stack.callback(setattr, param, "grad", param.grad)
@@ -177,10 +177,17 @@ def preserve_state(model: nn.Module, arguments: object) -> Iterator[None]:
             buffers = dict(module._buffers)
             stack.callback(_restore_buffers, module, buffers)
         for tensor in (*tree.tensors(arguments), *model.buffers()):
+            if _is_expanded(tensor):
+                continue
             values = tensor.detach().clone()
             stack.callback(_restore_values, tensor, values)
         stack.enter_context(eager)
         yield
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Returns whether elements share memory, so that torch writes to none."""
+    return tensor.layout is torch.strided and 0 in tensor.stride()
 
 
 def _restore_values(tensor: Tensor, before: Tensor) -> None:
@@ -197,7 +204,8 @@ def _restore_buffers(module: nn.Module, before: dict[str, Tensor | None]) -> Non
         buffers[name] = buffer
 
 
-def _restore_random_numbers(stack: ExitStack, model: nn.Module) -> None:
+def restore_random_numbers(stack: ExitStack, tensors: Iterable[Tensor]) -> None:
+    """Restores, at the end of the stack, all generators that code on these tensors may use."""
     stack.callback(random.setstate, random.getstate())
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:  # otherwise nothing has drawn from it
@@ -210,7 +218,7 @@ def _restore_random_numbers(stack: ExitStack, model: nn.Module) -> None:
     if kind == "mps":  # has one generator and no device indices, so fork_rng cannot save it
         stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
     else:
-        for tensor in named_tensors(model).values():
+        for tensor in tensors:
             if tensor.device.type == kind:
                 indices.add(tensor.device.index or 0)
     stack.enter_context(torch.random.fork_rng(devices=sorted(indices), device_type=kind))
