@@ -180,6 +180,7 @@ CLEARS = {
     "parts": lambda training: [part.zero_grad() for part in training.model.values()],
     "none": lambda training: to_none(training.side("model")),
     "masters' none": lambda training: to_none(training.side("masters")),
+    "masters' del": lambda training: [delattr(param, "grad") for param in training.side("masters")],
     "zero_": lambda training: [param.grad.zero_() for param in training.side("model")],
     "masters' zero_": lambda training: [param.grad.zero_() for param in training.side("groups")],
 }

@@ -62,16 +62,25 @@ def narrow(model, optimizer):
         model[2].weight.data = model[2].weight.data[:, :4].clone()
 
 
-@loops.every(level=loops.LEVELS_SHORT, reads=[False, True])
-def test_weights_that_get_data_of_another_shape_train_on(level, reads):
+def narrow_stepped(_, optimizer):
+    """As optimizers do for a projected step (GaLore), over what they step."""
+    optimizer.zero_grad()
+    weight, bias, after, _ = optimizer.param_groups[0]["params"]
+    weight.data = weight.data[:4].clone()
+    bias.data = bias.data[:4].clone()
+    after.data = after.data[:, :4].clone()
+
+
+@loops.every(level=loops.LEVELS_SHORT, change=["narrow", "narrow, read", "narrow_stepped"])
+def test_weights_that_get_data_of_another_shape_train_on(level, change):
     plain, reference = loops.plain_pair()
     train_plain(plain, reference, 1)
     narrow(plain, reference)
     train_plain(plain, reference, seed=2)
     model, optimizer = prepare(level)
     loops.train(model, optimizer, 1)
-    narrow(model, optimizer)
-    if reads:
+    (narrow_stepped if change == "narrow_stepped" else narrow)(model, optimizer)
+    if change == "narrow, read":
         shapes = [param.shape for param in amp.master_params(optimizer)]
         assert shapes == [param.shape for param in plain.parameters()]
     loops.train(model, optimizer, seed=2)

@@ -115,6 +115,10 @@ class Master(nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         set_grad(self._apex_model, value)
 
+    @grad.deleter
+    def grad(self) -> None:
+        set_grad(self._apex_model, None)
+
     _grad = grad  # torch's second name for it, which asynchronous actor-critic programs assign
 
     @property
@@ -169,6 +173,8 @@ class Master(nn.Parameter):
         parameters.set_data(self, value)
         pair = self._apex_pair()
         if pair is not None:  # an averager's write may be the last before the model is read
+            if value.shape != pair.model.shape:
+                parameters.set_data(pair.model, value.to(pair.model.dtype))
             round_masters([pair])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
