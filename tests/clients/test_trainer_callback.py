@@ -40,6 +40,18 @@ class FaultyClassifier(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
+class FaultyLogits(FaultyClassifier):
+    """Leaves the loss to the Trainer."""
+
+    def forward(self, x):
+        self.fault.on = x[0, 0].item() in self.fail_at
+        return {"logits": self.head(self.fault(self.body(x)))}
+
+
+def loss_of_logits(output, labels, num_items_in_batch=None):
+    return nn.functional.cross_entropy(output["logits"].float(), labels)
+
+
 class Fault(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -128,6 +140,15 @@ def test_a_fault_is_named_in_the_step_of_its_first_appearance(tmp_path, messages
     assert found["first"]["module"] == "fault"
     (message,) = messages()
     assert message.startswith(text.strip())
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_a_fault_is_named_where_the_trainer_computes_the_loss(tmp_path, kind):
+    callback = OverflowCallback()
+    trainer = functools.partial(transformers.Trainer, compute_loss_func=loss_of_logits)
+    run_trainer(tmp_path, FaultyLogits(fail_at=[6], kind=kind), [callback], trainer)
+    first = callback.trace.first
+    assert (first.module, first.direction) == ("fault", kind)
 
 
 def test_the_trace_leaves_gradients_and_random_numbers_as_they_were(tmp_path):

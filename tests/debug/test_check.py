@@ -101,7 +101,7 @@ class Noisy(torch.optim.SGD):
     def step(self, closure=None):
         super().step(closure)
         for param in self.param_groups[0]["params"]:
-            param += torch.randn_like(param)
+            param.add_(torch.randn_like(param))
 
 
 def test_an_optimizer_that_draws_gets_its_own_numbers():

@@ -199,6 +199,17 @@ def test_a_copy_in_the_same_dtype_is_no_cast_and_takes_no_time_if_nothing_else_r
     assert "0 % of the time in 16 bits" in str(explain(nn.Identity(), X, backward=False))
 
 
+def test_a_model_that_keeps_its_state_with_its_graph_keeps_what_it_had():
+    def forward(self, x):
+        self.state = (self.layer(x) + self.state).tanh()
+        return self.state
+
+    model = Body(forward, layer=nn.Linear(4, 4))
+    model.state = state = torch.zeros(len(X), 4)
+    assert row_of(explain(model, X), "tanh").calls == 1
+    assert model.state is state
+
+
 def test_arguments_and_buffers_may_be_expanded():
     model = Body(lambda self, x: (x + self.row).square())
     model.register_buffer("row", X[:1].expand(len(X), -1))

@@ -70,7 +70,7 @@ def test_without_values_there_is_no_chart_and_no_axis(losses):
     assert "Run `apex trace`" in text or math.isfinite(losses[-1])
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0])
+@pytest.mark.parametrize("value", [0.0, 1.0, -1e17])
 def test_a_loss_that_never_changes_is_drawn(value):
     (chart,) = charts(comparison_of(result_of(losses=(value,) * 25)))
     assert chart.low < value < chart.high

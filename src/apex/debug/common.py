@@ -103,7 +103,7 @@ def loss_of(
 
 
 def gradients(loss: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Returns the gradients of a loss; neither writes ``.grad`` nor runs its hooks."""
+    """Returns the gradients of a loss and writes no ``.grad``. Hooks of the tensors run."""
     with casts_off():
         return torch.autograd.grad(loss, tensors, allow_unused=True)
 
@@ -160,7 +160,8 @@ def preserve_state(model: nn.Module, arguments: object) -> Iterator[None]:
     """Restores, at the end of the block, the state that running a model changes.
 
     This covers the random number generators (torch's on the CPU and on the model's devices,
-    Python's and numpy's), the model's gradients and buffers and the tensors among the arguments.
+    Python's and numpy's), the modules' attributes, the model's gradients and buffers, and the
+    tensors among the arguments.
     Autocast's weight cache is cleared, because a weight cast inside belongs to a graph that no
     longer exists.
 
@@ -176,6 +177,7 @@ def preserve_state(model: nn.Module, arguments: object) -> Iterator[None]:
         for module in model.modules():
             buffers = dict(module._buffers)
             stack.callback(_restore_buffers, module, buffers)
+            stack.callback(vars(module).update, vars(module).copy())
         for tensor in (*tree.tensors(arguments), *model.buffers()):
             if _is_expanded(tensor):
                 continue

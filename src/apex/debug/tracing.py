@@ -508,7 +508,7 @@ def largest_in_double(call: Call) -> float | None:
         # autograd and autocast are off in a dispatch mode. A block that disables autocast would
         # deadlock here, because torch holds the lock of its weight cache while it casts a weight.
         result = call.run()
-    except Exception:  # kernels and devices may lack float64, each in words of its own
+    except Exception:  # noqa: BLE001 - kernels that lack float64 say so in words of their own
         return None
     largest = 0.0
     for tensor in outputs(call, result):

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from apex._core import tree
 from apex._core.arguments import integer
 from apex._core.foreach import norms
 from apex._torch import dtensor, ranks
 from apex._torch.dynamo import untraced
-from apex.debug.common import preserve_state
+from apex.debug.common import loss_of, preserve_state
 from apex.debug.overflow import OverflowTrace, trace_overflow
 
 try:
@@ -139,7 +140,11 @@ class OverflowCallback(TrainerCallback):
         for args, kwargs, _ in [*self._calls]:  # a copy, because the hook appends to the list
             trace = trace_overflow(model, scaler=scaler)
             with preserve_state(model, (args, kwargs)), trace:
-                loss = _loss_of(model(*args, **kwargs))
+                output = model(*args, **kwargs)
+                loss = _loss_of(output)
+                trained = [tensor for tensor in tree.tensors(output) if tensor.requires_grad]
+                if loss is None and trained:  # the Trainer's own: any other goes the same way back
+                    loss = loss_of("OverflowCallback", trained, None)
                 if loss is not None:
                     scaled_loss = loss if scaler is None else scaler.scale(loss)
                     scaled_loss.backward()
