@@ -155,10 +155,15 @@ def test_the_line_is_the_step_s_that_freezes_most_weights():
     assert updates.worst.remedies[0].startswith("keep fp32 masters")
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused():
-    optimizer = torch.optim.LBFGS([weight_of([1.0], torch.float32)])
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, OPTIMIZERS["sgd"]])
+def test_a_step_with_a_closure_has_no_verdict(make):
+    optimizer = make([weight_of([1.0], torch.float32)])
     with pytest.raises(TypeError, match="closure"), frozen_updates(optimizer):
         optimizer.step(lambda: 1.0)
+    with FrozenUpdates() as updates:
+        optimizer.step(lambda: torch.zeros(()))
+    assert "has no verdict" in str(updates)
+    assert "No weight" not in str(updates)
 
 
 def test_each_role_is_told_with_its_counts():

@@ -25,6 +25,9 @@ UNSCALED_FIRST = {
     "by the inverse scale": lambda scaler, optimizer, grads: [
         (grad / scaler.get_scale()).norm().item() for _, grad in grads
     ],
+    "by that of a mean": lambda scaler, optimizer, grads: [
+        (grad / (scaler.get_scale() * 6)).norm().item() for _, grad in grads
+    ],
     "zeros": lambda scaler, optimizer, grads: [grad.zero_() for _, grad in grads],
 }
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from apex._core import arguments, dtypes, tree
+from apex._core.arguments import closure_of
 from apex._core.mixins import plain_class
 from apex._core.param_groups import PREPARED, params_of, states_in
 from apex._engine.optimizer.subclass import prepared_state
@@ -219,7 +220,7 @@ class FrozenUpdates:
         """``frozen / wanted``; 0 if no weight was to move."""
         return self.frozen / max(self.wanted, 1)
 
-    def _before(self, optimizer: Optimizer, *_: object) -> None:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Computes the values that a step should write; a GradScaler has unscaled the gradients."""
         if self.busy or self._only not in (None, optimizer):  # a copy steps, or another optimizer
             return
@@ -227,6 +228,8 @@ class FrozenUpdates:
         wide = {param: _widened_parameter(param) for param in params_of(optimizer)}
         self.busy = True
         try:
+            if closure_of(args[1:], kwargs) is not None:
+                raise TypeError("its step got a closure, which is yet to compute the gradients")
             with ExitStack() as stack:
                 restore_random_numbers(stack, wide)
                 _copy_of(optimizer, wide).step()

@@ -124,7 +124,10 @@ class ScaledGradients:
         return is_scaled_twice
 
     def _unscales(self, call: Call, scale: float) -> bool:
-        """Returns whether a call unscales: it multiplies or divides by the scale or its inverse."""
+        """Returns whether a call unscales: it multiplies or divides by the scale or its inverse.
+
+        Also by that of a mean: the scale times the number of micro-batches.
+        """
         if call.base not in ("mul", "div"):
             return "unscale" in call.name
         for value in tree_leaves(call.arguments):
@@ -134,8 +137,11 @@ class ScaledGradients:
             if not is_number:
                 continue
             factor = float(value)
-            if any(math.isclose(factor, known, rel_tol=1e-3) for known in (scale, 1.0 / scale)):
-                return True
+            if factor == 0.0:
+                continue
+            for count in (factor / scale, 1.0 / (factor * scale)):
+                if 0.5 < count < math.inf and math.isclose(count, round(count), rel_tol=1e-3):
+                    return True
         return False
 
     def _mixes(self, call: Call, changed: list[Tensor]) -> bool:
