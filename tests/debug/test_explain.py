@@ -153,6 +153,31 @@ def test_casts_are_off_in_a_backward_pass_as_in_scale_loss():
     assert row_of(found, "mm", direction="backward").dtype_out == FULL
 
 
+class Recomputed(torch.autograd.Function):
+    """As reversible networks: the backward pass runs the forward again."""
+
+    @staticmethod
+    def forward(ctx, layer, x):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (grad,) = torch.autograd.grad(ctx.layer(x.float()).float(), [x], grad)
+        return None, grad
+
+
+def test_a_forward_that_a_backward_pass_runs_again_is_cast_as_in_scale_loss():
+    model = Body(lambda self, x: Recomputed.apply(self.layer, x * self.w), layer=nn.Linear(4, 4))
+    model.w = nn.Parameter(torch.ones(4))
+    found = explain(amp.initialize(model, opt_level="O4", verbosity=0), X)
+    assert {row.dtypes_in for row in found.ops if row.op == "aten.addmm"} == {("bfloat16",)}
+
+
 def test_a_pending_graph_of_the_user_can_still_go_backward():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval())
     with torch.autocast("cpu", torch.bfloat16):

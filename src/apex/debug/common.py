@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 from apex._core import arguments, tree
 from apex._core.dtypes import math_dtype
 from apex._core.param_groups import params_of
+from apex._engine.autocast.backward import BackwardAutocast
 from apex._engine.autocast.region import casts_off as casts_off
+from apex._engine.conversion.state import state_of
 from apex._torch.devices import accelerator
 from apex._torch.modules import named_parameters, named_tensors
 from apex.amp.optimizers import unwrap
@@ -102,9 +104,14 @@ def loss_of(
     return loss
 
 
-def gradients(loss: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Returns the gradients of a loss and writes no ``.grad``. Hooks of the tensors run."""
-    with casts_off():
+def gradients(loss: Tensor, tensors: Sequence[Tensor], model: nn.Module) -> Sequence[Tensor | None]:
+    """Returns the gradients of a model's loss and writes no ``.grad``. Hooks of the tensors run.
+
+    Casts are those of a ``scale_loss`` block.
+    """
+    state = state_of(model)
+    spec = None if state is None else state.session.spec
+    with casts_off() if spec is None else BackwardAutocast(spec):
         return torch.autograd.grad(loss, tensors, allow_unused=True)
 
 

@@ -86,7 +86,7 @@ def explain(
                 # Now, not before: FSDP2 gives modules other parameters when they run.
                 tensors = [*named_tensors(inner).values(), *tree.tensors(given)]
                 targets = [tensor for tensor in tensors if tensor.requires_grad]
-                common.gradients(loss, targets)
+                common.gradients(loss, targets, inner)
     return Explanation(type(inner).__name__, tuple(costs.rows.values()))
 
 

@@ -290,7 +290,7 @@ class _Trials:
             output = model(*given, **keywords)
             loss = common.loss_of("suggest_fp32", output, self._loss_fn)
             params = {name: param for name, param in named_parameters(model) if param.requires_grad}
-            gradients = common.gradients(loss, list(params.values()))
+            gradients = common.gradients(loss, list(params.values()), model)
         named = zip(params, gradients, strict=True)
         return {name: grad for name, grad in named if grad is not None}
 
