@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
+from apex.contrib.optimizers import FusedAdam
 from tests.debug import rounding_cases
 from tests.debug.bodies import Body
 from tests.debug.rounding_cases import MODES, Training, layer, sample, shift, traced
@@ -159,3 +160,13 @@ def test_a_trace_that_saw_nothing_in_16_bits_gives_no_verdict():
     assert str(trace).startswith("Nothing traced: no operator ran inside.")
     trace = traced(model, torch.ones(2, 4))
     assert str(trace).startswith("Nothing to judge: none of ")
+
+
+def test_a_step_may_get_its_gradients_as_arguments():
+    model = nn.Linear(4, 1).bfloat16()
+    masters = [nn.Parameter(param.detach().float()) for param in model.parameters()]
+    optimizer = FusedAdam(masters)
+    with amp.debug.trace_rounding(model) as trace:
+        model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step(grads=[param.grad for param in model.parameters()])
+    assert "No step found a gradient" not in str(trace)

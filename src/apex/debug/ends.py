@@ -76,13 +76,13 @@ class GradientEnds(Trace):
             self._place = self._tracker.place
             self._ends_in_zeros = is_zero
 
-    def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Looks for a gradient that is not 0."""
+    def _leave_step(self, optimizer: Optimizer, *given: Any) -> None:
+        """Looks for a gradient that is not 0, also among the step's arguments."""
         super()._leave_step(optimizer)
         self._has_stepped = True
         with suspend_modes():
             gradients = [param.grad for param in params_of(optimizer)]
-            self._has_gradients |= _has_values(gradients)
+            self._has_gradients |= _has_values([gradients, given])
 
 
 def _has_values(gradients: Any) -> bool:

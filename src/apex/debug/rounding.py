@@ -223,9 +223,9 @@ class RoundingTrace(GradientEnds):
 
     # -- operators -------------------------------------------------------------------------------
 
-    def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _leave_step(self, optimizer: Optimizer, *given: Any) -> None:
         """Makes the new weights and the optimizer's state exact, because an iteration has ended."""
-        super()._leave_step(optimizer)
+        super()._leave_step(optimizer, *given)
         for held in held_by(self._tracker.models, [optimizer]):
             self._shadows.discard(held.value)
 

@@ -190,8 +190,7 @@ def _faulty(model: nn.Module, trials: _Trials) -> tuple[list[str], list[str]]:
             if is_alike and not _is_within(module, names):
                 names.append(module)
         trials.run(names, trace=True)
-    outermost = [name for name in names if not _is_within(name, {*names} - {name})]
-    return outermost, notes
+    return names, notes
 
 
 def _is_within(name: str, names: Collection[str]) -> bool:
