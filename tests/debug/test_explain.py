@@ -252,3 +252,22 @@ def test_the_gradient_of_an_input_that_requires_one_is_counted():
     with torch.no_grad():
         found = explain(frozen, X.clone().requires_grad_())
     assert row_of(found, "mm", direction="backward").calls == 1
+
+
+class Counting(nn.Module):
+    """Gives its buffer another tensor in each run."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count = self.count + 1
+        return x * self.count
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+def test_a_scripted_model_gets_its_buffers_back():
+    model = torch.jit.script(Counting())
+    explain(model, X, backward=False)
+    assert model.count == 0
