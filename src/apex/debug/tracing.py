@@ -486,10 +486,10 @@ def values_of(tensor: Tensor) -> Values:
 def is_mask(tensor: Tensor) -> bool:
     """Returns whether a tensor's infinities look deliberate, as in a mask.
 
-    A mask is added: it is real, and holds 0 and -inf only.
+    A mask is added: it holds 0 and -inf only.
     """
     values = dense(tensor)
-    if values.is_complex() or not kind_of(tensor):
+    if not kind_of(tensor):
         return False
     return bool(((values == 0.0) | (values == -math.inf)).all())  # sync: tracing is a diagnosis
 
