@@ -361,6 +361,24 @@ def test_gradients_that_an_own_zero_grad_leaves_are_added_to(level):
     assert loops.same(*(loops.masters(optimizer) for _, optimizer in made))
 
 
+class Grouped(torch.optim.SGD):
+    """Splits what it is given into groups."""
+
+    def add_param_group(self, param_group, rates=(0.1,)):
+        for lr, param in zip(rates, param_group["params"], strict=False):
+            super().add_param_group({"params": [param], "lr": lr})
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_an_add_param_group_with_arguments_of_its_own_may_add_several(level):
+    model, optimizer = loops.prepared(level, lambda params: Grouped([*params][:1], lr=0.1))
+    model.append(nn.Linear(2, 2))
+    optimizer.add_param_group({"params": [*model[-1].parameters()]}, rates=[0.2, 0.3])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2, 0.3]
+    assert {param.dtype for param in amp.master_params(optimizer)} == {torch.float32}
+    assert model[-1].weight.dtype is model[-1].bias.dtype is model[0].weight.dtype
+
+
 @pytest.mark.parametrize("name", ["step", "zero_grad", "add_param_group"])
 def test_a_method_wrapped_on_the_class_runs_once_inside_amps(level, name):
     classes = [type("SGD", (torch.optim.SGD,), {}) for _ in range(2)]

@@ -106,8 +106,11 @@ class AmpOptimizer(Optimizer):
     zero_grad.__signature__ = inspect.signature(Optimizer.zero_grad)  # type: ignore[attr-defined]
 
     @untraced
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, with fp32 masters where the level keeps them."""
+    def add_param_group(self, *args: Any, **kwargs: Any) -> None:
+        """Adds a group, with fp32 masters where the level keeps them.
+
+        Takes the arguments of the optimizer's own method: ``param_group`` in torch's.
+        """
         prepared = self._apex_prepared
         begun = prepared.unfinished_pass
         if begun is not None and begun.scaled:
@@ -117,10 +120,10 @@ class AmpOptimizer(Optimizer):
             )
         count = len(self.param_groups)
         try:
-            super().add_param_group(param_group)
-            params = self.param_groups[-1]["params"]
+            super().add_param_group(*args, **kwargs)
             old_dtypes = dtypes_of([self])
-            convert_late(self, params)
+            for group in self.param_groups[count:]:
+                convert_late(self, group["params"])
             prepared.create_missing_masters()
             match_states([self], old_dtypes)
         except BaseException:
