@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from contextlib import ExitStack
 from types import FrameType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,13 +44,6 @@ Entries = MutableMapping[str, Any]
 """A state dict."""
 
 
-class Removable(Protocol):
-    """What a conversion has added to a module."""
-
-    def remove(self) -> None:
-        """Removes it."""
-
-
 class ModelState:
     """The conversion state of a model, and the hooks of its modules."""
 
@@ -71,8 +65,8 @@ class ModelState:
         self.uncast: tuple[int | str, ...] = ()
         # Whether the model was deep-copied, perhaps for an average.
         self.was_copied = False
-        # What conversion has added, newest last, to remove at the end.
-        self._handles: list[Removable] = []
+        # Removes what conversion has added to modules.
+        self.until_plain = ExitStack()
         # The pairs of all parameters of the model, and of each part's own: the hooks of a part keep
         # this object, and so the part's masters, alive for longer than the model.
         self._pairs = weakref.WeakKeyDictionary[nn.Module, list[MasterPair]]()
@@ -103,12 +97,6 @@ class ModelState:
         """Sets what the model's call runs, and the arguments that it does not cast."""
         self.inner_forward = inner
         self.uncast = uncast
-
-    def remove_handles(self) -> None:
-        """Removes what conversion has added."""
-        while self._handles:
-            handle = self._handles.pop()
-            handle.remove()
 
     @property
     def pairs(self) -> Sequence[MasterPair]:
@@ -253,7 +241,8 @@ class ModelState:
             handles += [entering, leaving]
         take_in = weakref.WeakMethod(self.take_in)
         copies = PlainCopies(module, handles, take_in)
-        self._handles += [*handles, copies]
+        for handle in (*handles, copies):
+            self.until_plain.callback(handle.remove)
 
     def take_in(self, module: nn.Module, *_: object) -> None:
         """Registers the hooks of parts that a script has put into a module since.
