@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from apex._core import tree
 from apex._core.user_files import warn_at_caller
@@ -30,9 +29,8 @@ from apex._engine.watch.mistakes import (
     BlockInspection,
     Mistake,
     Origin,
-    hooked,
+    add_hooks,
     origins_of,
-    remove,
     some_of,
 )
 from apex._engine.watch.writes import Writes, log_lost
@@ -62,7 +60,7 @@ class Watch(Observer):
         # Comparisons of weights with their masters, by optimizer, until its next step. The keys
         # stay, as another thread may iterate.
         self._weights = weakref.WeakKeyDictionary[PreparedOptimizer, WeightWatch | None]()
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = ExitStack()  # removes those of parameters
         self._losses = Losses()
         self._writes = weakref.WeakKeyDictionary[ModelState, Writes]()
 
@@ -86,7 +84,7 @@ class Watch(Observer):
         self._weights[prepared] = None
         session = prepared.session
         if session.has_scale and session.policy.low_precision is torch.float16:
-            self._hooks += hooked(some_of(prepared.trained_params()), self._reach)
+            add_hooks(self._hooks, some_of(prepared.trained_params()), self._reach)
             prepared.until_plain.callback(self.stop_observing)
 
     @untraced
@@ -96,7 +94,7 @@ class Watch(Observer):
     def stop_observing(self) -> None:
         """Removes the hooks; idempotent."""
         self._has_plain_pass = False
-        remove(self._hooks)
+        self._hooks.close()
 
     # -- blocks ------------------------------------------------------------------------------
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._engine.backward import BLOCK, BackwardPass
@@ -181,7 +181,7 @@ class BlockInspection:
         self._is_running = False
         self._has_stray = False  # whether another pass has reached the block's parameters
         self._ended = False
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = ExitStack()  # removes them
         if not scaled_loss.requires_grad:
             return
         scaled_loss.register_hook(self._begin_pass)  # type: ignore[no-untyped-call]
@@ -192,7 +192,7 @@ class BlockInspection:
             self._params += some_of(params)
         if any(map(_has_hook, trained)):
             self._warn(Mistake.SCALED_HOOK)
-        self._hooks += hooked(self._params, self._reach_own)
+        add_hooks(self._hooks, self._params, self._reach_own)
         lenders, unowned = block.borrowable()
         own = {*trained, *unowned}  # where a master is its parameter
         for prepared in live_optimizers:
@@ -201,7 +201,7 @@ class BlockInspection:
             if is_open or prepared in lenders:
                 own.update(prepared.trained_params())
         others = [leaf for leaf in leaves_of(scaled_loss) if leaf not in own]
-        self._hooks += hooked(others, self._reach_other)
+        add_hooks(self._hooks, others, self._reach_other)
 
     @untraced
     def _begin_pass(self, _: Tensor) -> None:
@@ -243,7 +243,7 @@ class BlockInspection:
         if self._ended:
             return
         self._ended = True
-        remove(self._hooks)
+        self._hooks.close()
         if self._has_stray:
             if self._pass_id is None:
                 self.found = Mistake.UNSCALED_BACKWARD
@@ -265,17 +265,15 @@ class BlockInspection:
 # -- gradients of a few parameters ----------------------------------------------------------------
 
 
-def hooked(params: Iterable[Tensor], hook: Callable[[Tensor], None]) -> Iterator[RemovableHandle]:
-    """Calls ``hook`` whenever autograd has added to the gradient of one of the parameters."""
+def add_hooks(hooks: ExitStack, params: Iterable[Tensor], hook: Callable[[Tensor], None]) -> None:
+    """Calls ``hook`` whenever autograd has added to the gradient of one of the parameters.
+
+    ``hooks`` receives what removes them.
+    """
     for param in params:
         if param.requires_grad:
-            yield param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def remove(handles: list[RemovableHandle]) -> None:
-    """Removes hooks; idempotent."""
-    while handles:
-        handles.pop().remove()
+            handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            hooks.callback(handle.remove)
 
 
 def some_of(params: Sequence[Tensor]) -> Sequence[Tensor]:
