@@ -1,4 +1,7 @@
-"""Matches 16-bit values with unrounded ones, element by element, without a host sync."""
+"""Matches 16-bit values with unrounded ones, element by element.
+
+Without a host sync, except for sparse tensors.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ def exact_value(param: Tensor, known: Tensor | None) -> Tensor:
     """
     value = param.detach()
     if value.is_sparse:
-        stored = None if known is None else _stored_at(value, known)
+        stored: Tensor | None = None
+        # sync: whether the same elements are stored
+        if known is not None and torch.equal(known._indices().to(value.device), value._indices()):
+            stored = known.detach()._values()
         exact = exact_value(value._values(), stored)
         return torch.sparse_coo_tensor(
             value._indices(),
@@ -30,11 +36,3 @@ def exact_value(param: Tensor, known: Tensor | None) -> Tensor:
     exact = known.detach().to(device=value.device, dtype=torch.float32)
     is_rounded_to_value = exact.to(value.dtype) == value
     return torch.where(is_rounded_to_value, exact, wide)
-
-
-def _stored_at(param: Tensor, known: Tensor) -> Tensor | None:
-    """Returns the stored values of a sparse tensor if they are those of the same elements."""
-    if known._indices().shape != param._indices().shape:
-        return None
-    is_same = (known._indices().to(param.device) == param._indices()).all()
-    return torch.where(is_same, known.detach()._values().to(param.device), torch.nan)
