@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
 from torch import Tensor, nn
@@ -76,30 +76,23 @@ def make_masters(
 
 
 def convert_late(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
-    """Casts modules that were added to models, if they hold any of an optimizer's parameters."""
+    """Casts modules that were added to models, such as a new head; in each model all or nothing.
+
+    Only in models that hold any of an optimizer's parameters.
+    """
     unknown = {id(param) for param in params if master_table.pair_of(param) is None}
     if not unknown:
         return
     for session in Session.live:  # another call may have prepared the model
         for model in session.models:
-            late = _cast_late(model, unknown)
-            make_masters(session, model, late, [optimizer])
-
-
-def _cast_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tensor]]:
-    """Casts what was added to a converted model, such as a new head; all or nothing.
-
-    Does nothing unless the model holds one of the parameters, given by their ids. Returns the
-    tensors whose dtype changed, with their values before.
-    """
-    held = map(id, named_tensors(model).values())
-    if params.isdisjoint(held):
-        return []
-    before = floating_tensors(model)
-    with Undo() as undo:
-        cast_parts(model, vars(model)[STATE], undo)
-        undo.pop_all()  # nothing failed: the casts stay
-    return [(tensor, value) for tensor, value in before if value.dtype is not tensor.dtype]
+            held = map(id, named_tensors(model).values())
+            if unknown.isdisjoint(held):
+                continue
+            before = floating_tensors(model)
+            with Undo() as undo:
+                cast_parts(model, vars(model)[STATE], undo)
+                undo.pop_all()  # nothing failed: the casts stay
+            make_masters(session, model, before, [optimizer])
 
 
 def floating_tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
