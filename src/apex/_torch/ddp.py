@@ -21,9 +21,7 @@ _KEPT = "apex.kept"
 
 def active_wrapper() -> DistributedDataParallel | None:
     """Returns the innermost wrapper whose forward pass is running, if any."""
-    # Private in torch. Without it, amp sees no wrapper and treats models as if the script averaged
-    # their gradients.
-    return getattr(DistributedDataParallel, "_active_ddp_module", None)
+    return DistributedDataParallel._active_ddp_module  # private in torch
 
 
 def sends(wrapper: DistributedDataParallel) -> bool:
@@ -50,8 +48,7 @@ def is_unfinished(wrapper: DistributedDataParallel) -> bool:
     The wrapper writes the averages once a pass reaches the others.
     """
     try:
-        # Private in torch. Without it, a block does not refuse gradients that are about to change.
-        getattr(wrapper, "_check_reducer_finalized", bool)()
+        wrapper._check_reducer_finalized()  # type: ignore[no-untyped-call]  # private in torch
     except RuntimeError:
         return True
     return False

@@ -1,8 +1,4 @@
-"""State of ``fully_shard`` (FSDP2) that has no public interface in torch.
-
-If another torch release stores it elsewhere, no parameter groups are found, and errors that rely on
-them come later, from torch.
-"""
+"""State of ``fully_shard`` (FSDP2) that has no public interface in torch."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ def sharded_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 def _states(model: nn.Module) -> Iterator[Any]:
     for module in sharded_modules(model):
-        yield getattr(module, "_get_fsdp_state", lambda: None)()
+        yield module._get_fsdp_state()  # type: ignore[operator]
 
 
 def param_groups(model: nn.Module) -> list[Any]:
@@ -50,8 +46,8 @@ def param_groups(model: nn.Module) -> list[Any]:
 def casts(model: nn.Module) -> bool:
     """Returns whether ``fully_shard`` casts arguments, parameters or outputs of any module."""
     for state in _states(model):
-        policy = getattr(state, "_mp_policy", None)
-        if policy is not None and (policy.param_dtype or policy.output_dtype):
+        policy = state._mp_policy
+        if policy.param_dtype or policy.output_dtype:
             return True
     return False
 
@@ -62,10 +58,10 @@ def multiply_unsent(groups: Iterable[Any], factor: Tensor | float, *, sends: boo
     They become fp32; or if a pass that ``sends`` follows, the dtype in which ranks reduce them.
     """
     for group in groups:
-        partial = getattr(group, "_partial_reduce_output", None)  # replicas have yet to add it
+        partial = group._partial_reduce_output  # replicas have yet to add it
         if partial is not None:
             group._partial_reduce_output = factor * partial.float()
-        for param in getattr(group, "fsdp_params", ()):
+        for param in group.fsdp_params:
             whole: Any = getattr(param, "_unsharded_param", None)  # None before the first forward
             grad = getattr(param, "unsharded_accumulated_grad", None)
             if grad is None and whole is not None:
@@ -89,13 +85,12 @@ def defers_reduction(groups: Iterable[Any], params: Iterable[Tensor]) -> bool:
     """
     asked = {*map(id, params)}
     for group in groups:
-        own = [id(param.sharded_param) for param in getattr(group, "fsdp_params", ())]
+        own = [id(param.sharded_param) for param in group.fsdp_params]
         if asked.isdisjoint(own):
             continue
-        if not getattr(group, "reduce_grads", True):
+        if not group.reduce_grads:
             return True
-        mesh = getattr(group, "mesh_info", None)
-        has_replicas = getattr(mesh, "replicate_mesh_dim", None) is not None
-        if has_replicas and not getattr(group, "all_reduce_grads", True):
+        has_replicas = getattr(group.mesh_info, "replicate_mesh_dim", None) is not None
+        if has_replicas and not group.all_reduce_grads:
             return True
     return False

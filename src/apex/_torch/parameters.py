@@ -49,12 +49,9 @@ without_functions = torch._C.DisableTorchFunction
 def allow_foreach(kind: type[Tensor]) -> None:
     """Lets torch's optimizers use their foreach form for parameters of class ``kind``.
 
-    They compare types with a private list. A torch release without that list accepts all types, or
-    steps the parameters one by one.
+    They compare types with a private list.
     """
-    supported = getattr(optimizer, "_foreach_supported_types", None)
-    if isinstance(supported, list):
-        supported.append(kind)
+    optimizer._foreach_supported_types.append(kind)
 
 
 def set_in_place(tensor: Tensor, value: Tensor, undo: ExitStack) -> None:
