@@ -90,7 +90,6 @@ class Converted(nn.Module):
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickles as the plain model; see Note [Plain copies]."""
-        _own_state(self).take_in(self)
         with _as_plain(self):
             return snapshot(self.__reduce_ex__(protocol), vars(self))
 
