@@ -37,10 +37,10 @@ def param_groups(model: nn.Module) -> list[Any]:
     found: list[Any] = []
     for state in _states(model):
         groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # before torch 2.15
-            groups = [getattr(state, "_fsdp_param_group", None)]
+        if groups is None:  # older releases have one, or none
+            groups = filter(None, [state._fsdp_param_group])
         found += groups
-    return [group for group in found if group is not None]
+    return found
 
 
 def casts(model: nn.Module) -> bool:
