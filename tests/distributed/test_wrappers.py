@@ -486,7 +486,10 @@ def train_with_a_delayed_all_reduce(rank, level):
             loops.train(parallel, optimizer, data=data)
     except RuntimeError as error:
         return str(error)
-    return cases.state(model, optimizer)
+    else:
+        return cases.state(model, optimizer)
+    finally:
+        amp.restore(model, optimizer)  # the wrapper's hook keeps all alive
 
 
 def test_a_delayed_all_reduce_keeps_ranks_alike_or_is_refused(on_two_ranks):
