@@ -11,7 +11,7 @@ from apex import amp
 from tests.model.idioms import IDIOMS
 from tests.model.test_data_parallel import replicate
 from tests.support.host_reads import calls_inside
-from tests.support.loops import LEVELS, at_levels, descend, prepared, saved_and_loaded
+from tests.support.loops import LEVELS, at_levels, descend, prepared, same, saved_and_loaded
 
 
 def plain(value):
@@ -96,6 +96,32 @@ def test_a_model_whose_parameters_are_groups_trains_as_one_whose_are_not(level):
             descend(model(torch.ones(1, 2)).float().sum(), optimizer)
         trained.append(model.state_dict())
     assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[1])
+
+
+class Listed(nn.Sequential):
+    """Its ``modules`` are a list, as in dreamer-pytorch."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.modules = [*parts]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_a_model_whose_modules_are_a_list_trains_as_one_whose_are_not(level):
+    trained = []
+    for cls in (Listed, nn.Sequential):
+        torch.manual_seed(0)
+        model = cls(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=4.0)
+        model.load_state_dict(model.state_dict())
+        with amp.debug.trace_overflow(model):
+            descend(model(torch.eye(2)).float().square().sum(), optimizer)
+        assert amp.debug.check_numerics(model, optimizer) == []
+        copied = copy.deepcopy(model)
+        amp.restore(model, optimizer)
+        trained.append((model.state_dict(), copied.state_dict()))
+    assert same(*trained)
 
 
 # -- methods that see written masters --------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from apex._torch.dispatcher import TORCH_VERSION
-from apex._torch.modules import params_in
+from apex._torch.modules import modules_in, params_in
 
 _MODULE = "torch.distributed.fsdp"
 """Used only if a script has imported it, to keep ``import apex.amp`` fast."""
@@ -24,7 +24,7 @@ def sharded_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Yields the modules that ``fully_shard`` was called on."""
     fsdp = sys.modules.get(_MODULE)
     if fsdp is not None:
-        yield from (m for m in model.modules() if isinstance(m, fsdp.FSDPModule))
+        yield from (m for m in modules_in(model) if isinstance(m, fsdp.FSDPModule))
 
 
 def _states(model: nn.Module) -> Iterator[Any]:

@@ -79,6 +79,6 @@ def own_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tens
 
 def flatten_rnns(model: nn.Module) -> None:
     """Makes the weights of RNNs contiguous again after a change of dtype, for cuDNN."""
-    for module in model.modules():
+    for module in modules_in(model):
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()

@@ -22,7 +22,7 @@ from apex._engine.autocast.backward import BackwardAutocast
 from apex._engine.autocast.region import casts_off as casts_off
 from apex._engine.conversion.state import state_of
 from apex._torch.devices import accelerator
-from apex._torch.modules import named_parameters, named_tensors
+from apex._torch.modules import modules_in, named_parameters, named_tensors
 from apex.amp.optimizers import unwrap
 from apex.debug.place import Finding, prefixed, unwrapped
 
@@ -181,7 +181,7 @@ def preserve_state(model: nn.Module, arguments: object) -> Iterator[None]:
             if param.is_leaf:  # a deep copy of a traced module has others
                 stack.callback(setattr, param, "grad", param.grad)
                 param.grad = None
-        for module in model.modules():
+        for module in modules_in(model):
             buffers = dict(module._buffers)
             stack.callback(_restore_buffers, module, buffers)
             stack.callback(vars(module).update, vars(module).copy())

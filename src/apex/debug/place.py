@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._core.user_files import is_user_file
 from apex._torch.autograd import backward_id
-from apex._torch.modules import named_parameters, uncompiled
+from apex._torch.modules import modules_in, named_parameters, uncompiled
 
 Direction = Literal["forward", "backward"]
 
@@ -349,7 +349,7 @@ class Tracker:
         """Adds a model that is called, in place of models that are parts of it."""
         model = unwrapped(module)
         if not self._state.stack and any(named_parameters(model)):
-            for part in model.modules():
+            for part in modules_in(model):
                 self._models.pop(part, None)
             self._models[model] = None
             self.names.clear()

@@ -26,7 +26,7 @@ from apex._core.scale import ScaleRule
 from apex._engine.conversion.state import state_of
 from apex._engine.prepare import prepare
 from apex._torch import ranks
-from apex._torch.modules import named_parameters
+from apex._torch.modules import modules_in, named_parameters
 from apex.amp import frontend, inputs
 from apex.amp.properties import level_defaults, to_policy
 from apex.amp.sessions import new_session
@@ -201,7 +201,7 @@ def _is_within(name: str, names: Collection[str]) -> bool:
 def _checked(model: Any, loss_fn: object) -> nn.Module:
     """Returns the model inside wrappers; raises an error unless it is plain, and in fp32."""
     inner = common.checked_model("suggest_fp32", model, loss_fn)
-    if any(state_of(module) is not None for module in inner.modules()):
+    if any(state_of(module) is not None for module in modules_in(inner)):
         raise ValueError(
             f"suggest_fp32 got {type(inner).__name__}, which amp has prepared; it takes the plain "
             "fp32 model. Call it before amp.initialize."

@@ -34,6 +34,7 @@ from apex._torch.dispatch_modes import (
     suspend_modes,
     written_arguments,
 )
+from apex._torch.modules import modules_in
 from apex._torch.sparse import stored_values, with_memory
 from apex.debug.common import eager
 from apex.debug.place import Tracker
@@ -325,7 +326,7 @@ class Trace:
     def _way(self) -> str:
         """How the models train: amp's level, ``"autocast"`` or ``"plain"``."""
         for model in self._tracker.models:
-            for module in model.modules():
+            for module in modules_in(model):
                 state = state_of(module)
                 if state is not None:
                     return state.session.policy.opt_level

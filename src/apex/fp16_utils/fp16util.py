@@ -15,7 +15,7 @@ from apex._core.flat import flatten, unflatten
 from apex._engine.masters import add_grads, fp32_copies, make_master
 from apex._torch import foreach
 from apex._torch.dynamo import untraced
-from apex._torch.modules import flatten_rnns
+from apex._torch.modules import flatten_rnns, modules_in
 
 __getattr__ = _unavailable.names_instead(
     __name__, dict.fromkeys(("TORCH_MAJOR", "TORCH_MINOR"), "torch.__version__")
@@ -39,7 +39,7 @@ def BN_convert_float(module: Module) -> Module:  # noqa: N802 - apex's name
 
     Statistics and weights that are already rounded to fp16 keep their rounded values.
     """
-    for part in module.modules():
+    for part in modules_in(module):
         if _keeps_fp32(part):
             part.float()
     return module
@@ -65,7 +65,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 def convert_network(network: Module, dtype: torch.dtype) -> Module:
     """Casts a network in place, except batch norm with a weight and a bias; returns it."""
-    for module in network.modules():
+    for module in modules_in(network):
         if not _keeps_fp32(module):
             convert_module(module, dtype)
     flatten_rnns(network)

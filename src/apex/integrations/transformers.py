@@ -15,6 +15,7 @@ from apex._core.arguments import integer
 from apex._core.foreach import norms
 from apex._torch import dtensor, ranks
 from apex._torch.dynamo import untraced
+from apex._torch.modules import modules_in
 from apex.debug.common import loss_of, preserve_state
 from apex.debug.overflow import OverflowTrace, trace_overflow
 
@@ -200,7 +201,7 @@ def _is_sharded(model: nn.Module) -> bool:
     """Returns whether the forward pass communicates, so that a single rank cannot run it."""
     if any(map(dtensor.is_dtensor, model.parameters())):
         return True
-    class_names = [type(module).__name__ for module in model.modules()]
+    class_names = [type(module).__name__ for module in modules_in(model)]
     return "FullyShardedDataParallel" in class_names
 
 

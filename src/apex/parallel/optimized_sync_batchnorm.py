@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex._core import arguments, dtypes
 from apex._engine.conversion.state import is_converted
+from apex._torch.modules import modules_in
 from apex.parallel.process_groups import checked_group, syncing_group
 from apex.parallel.sync_batch_norm_function import sync_batch_norm
 
@@ -163,7 +164,7 @@ def convert_syncbn_model(
     """
     arguments.module("convert_syncbn_model", module)
     group = checked_group(process_group)
-    layers = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+    layers = [part for part in modules_in(module) if isinstance(part, _BatchNorm)]
     for layer in layers:
         if is_converted(layer) or "parametrizations" in layer._modules:
             raise ValueError(

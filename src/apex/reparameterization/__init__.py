@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from apex import _unavailable
 from apex._core import arguments
+from apex._torch.modules import modules_in
 
 __all__ = ["apply_weight_norm", "remove_weight_norm"]
 
@@ -82,7 +83,7 @@ def remove_weight_norm(module: M, name: str = "", remove_all: bool = False) -> M
     if name and not remove_all:
         _remove(*_owner(module, name))
         return module
-    for owner in [module] if remove_all else module.modules():
+    for owner in [module] if remove_all else modules_in(module):
         for own_name in _normalized(owner):
             _remove(owner, own_name)
     return module

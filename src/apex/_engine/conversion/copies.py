@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from apex._core import tree
 from apex._engine import master_table
 from apex._engine.masters import update_masters_from_model
-from apex._torch.modules import named_tensors
+from apex._torch.modules import modules_in, named_tensors
 
 
 class PlainCopies:
@@ -137,7 +137,7 @@ def shallow_copy(model: nn.Module) -> Any:
     Other attributes are shared, too, as far as they hold no modules.
     """
     memo: dict[int, Any] = {}
-    for module in model.modules():
+    for module in modules_in(model):
         for value in vars(module).values():
             if not isinstance(value, (nn.Module, list, tuple, dict, set)):
                 memo[id(value)] = value

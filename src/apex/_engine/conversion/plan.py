@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex._core import dtypes
-from apex._torch.modules import ORTHOGONAL, own_tensors
+from apex._torch.modules import ORTHOGONAL, modules_in, own_tensors
 
 WIDE = (torch.float32, torch.float64)
 
@@ -75,7 +75,7 @@ def modules_in_fp32(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, bool]:
             continue
         is_chosen = any(matches(rule, name, module) for rule in rules)
         if is_chosen:
-            for part in module.modules():
+            for part in modules_in(module):
                 is_outermost = part is module
                 chosen.setdefault(part, is_outermost)
     return chosen
@@ -89,9 +89,9 @@ def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, Ten
     """
     kept = set(modules_in_fp32(model, plan))
     if plan.keep_batchnorm_fp32:
-        for module in model.modules():
+        for module in modules_in(model):
             if isinstance(module, _BatchNorm):
-                kept.update(module.modules())  # also its parametrizations
+                kept.update(modules_in(module))  # also its parametrizations
     seen = set[int]()
     # fp32 modules first, because the first to yield a shared tensor decides.
     modules = sorted(model.named_modules(), key=lambda item: item[1] not in kept)

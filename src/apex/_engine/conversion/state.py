@@ -204,7 +204,7 @@ class ModelState:
 
     def _wrapped_parts(self) -> list[weakref.ref[DistributedDataParallel]]:
         if self._parts is None and torch.is_grad_enabled():
-            modules = self.model.modules()
+            modules = modules_in(self.model)
             wrapped = [part for part in modules if isinstance(part, DistributedDataParallel)]
             self._parts = [*map(weakref.ref, wrapped)]
         return self._parts or []
@@ -222,7 +222,7 @@ class ModelState:
         if not self.plan.casts_down:
             return
         outermost = modules_in_fp32(self.model, self.plan)
-        for module in self.model.modules():
+        for module in modules_in(self.model):
             if not _has_hooks(module):
                 # Modules inside an fp32 module get its fp32 tensors, so it alone casts.
                 self._attach(module, in_fp32=outermost.get(module, False))
@@ -363,5 +363,5 @@ def is_converted(model: nn.Module) -> bool:
 
 def converted_in(models: Iterable[nn.Module]) -> list[nn.Module]:
     """Returns the models that are converted, and their parts that are, each once."""
-    parts = dict.fromkeys(part for model in models for part in model.modules())
+    parts = dict.fromkeys(part for model in models for part in modules_in(model))
     return [*filter(is_converted, parts)]
