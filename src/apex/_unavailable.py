@@ -26,7 +26,7 @@ PARAMETRIZATION = (
 
 INSTEAD: Mapping[str, str] = {
     "apex.transformer": "Megatron-LM's megatron.core, to which these modules have moved",
-    "apex._pickle": "the release 0.2.0 to load this file, and save its state_dict() there",
+    "apex._pickle": "the version of apex that wrote this file, and save its state_dict() there",
     "apex.pyprof": "torch.profiler, or torch.autograd.profiler.emit_nvtx with Nsight",
     "apex.amp._process_optimizer": "amp.initialize, which gives optimizers a subclass",
     "apex.contrib.bottleneck": "torchvision's resnet.Bottleneck in channels_last",

@@ -23,7 +23,7 @@ SECOND = r"second backward pass inside(?s:.*)loss \+ other_loss"
 PLAIN = r"gradients of a plain loss\.backward\(\)(?s:.*)with amp\.scale_loss"
 EMPTY = r"before any backward pass(?s:.*)optimizer\.step\(\)(?s:.*)another model's"
 ASSIGNED = r"assigned inside amp\.scale_loss(?s:.*)optimizer\.zero_grad\(\)"
-FORGOTTEN = "this optimizer was not passed to"
+FORGOTTEN = "block that did not get this optimizer"
 UNPREPARED = r"amp has not prepared(?s:.*)amp\.initialize"
 
 

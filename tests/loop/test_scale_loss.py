@@ -307,6 +307,7 @@ BAD_ARGUMENTS = [
     (IndexError, ONE, {"loss_id": 2}, r"2, but .* num_losses=2\. .* num_losses=3 to amp\."),
     (IndexError, ONE, {"loss_id": -3}, r"-3, but .* num_losses=2\. .* num_losses=3 to amp\."),
     (TypeError, ONE, {"optimizers": nn.Linear(1, 1)}, "got Linear instead of an optimizer"),
+    (TypeError, ONE, {"optimizers": torch.ones(())}, "got Tensor instead of an optimizer"),
 ]
 
 

@@ -108,7 +108,7 @@ def initialize(
         opt_level: ``"O0"`` to ``"O5"``. The arguments below override single properties of the
             level; ``None`` keeps its default.
         cast_model_type: Dtype of parameters, buffers and inputs (O0, O2, O3, O5); False for no
-            cast. O1 and O4 only accept ``torch.float32``, which casts inputs and outputs to fp32.
+            cast. O1 and O4 accept False and ``torch.float32``, which casts inputs and outputs.
         patch_torch_functions: Whether ops cast by the op table; False turns that off at O1 and O4.
         keep_batchnorm_fp32: Whether batch norm stays fp32 in a converted model (O2, O3, O5).
         master_weights: Whether optimizers update fp32 masters (O0, O2, O3, O5).
@@ -145,8 +145,8 @@ def initialize(
         RuntimeError: If the level is unknown or cannot honour an override; if a model is
             float64 at O1 or O4, on the meta device, or wrapped; if it is already prepared,
             unless both the old and the new level keep fp32 weights (O0, O1, O4); if an
-            optimizer is already prepared, or an ``FP16_Optimizer``; if a weight has a master of an
-            earlier call; under ``torch.inference_mode()``; if cuDNN is disabled.
+            optimizer is already prepared, or an ``FP16_Optimizer``; if an earlier call has cast a
+            weight to another dtype; under ``torch.inference_mode()``; if cuDNN is disabled.
         TypeError: If a model, optimizer or value has the wrong type.
         ValueError: If a number is out of range; if ``fp32_modules``, ``fp32_inputs`` or
             ``fp32_buffers`` names nothing, or the level casts no model; if a model is lazy; if a

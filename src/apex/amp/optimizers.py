@@ -49,7 +49,7 @@ def listed(optimizers: Any) -> Collection[Any]:
     """Returns the collection that is given, or a list of the one optimizer."""
     # First, as the other question asks a prepared optimizer for the class that it shows.
     is_one = getattr(optimizers, "zero_grad", None) is not None
-    if is_one or isinstance(optimizers, Mapping) or not isinstance(optimizers, Collection):
+    if is_one or isinstance(optimizers, Mapping | Tensor) or not isinstance(optimizers, Collection):
         return [optimizers]
     return optimizers
 

@@ -149,6 +149,7 @@ def frozen_updates(optimizer: Any) -> FrozenUpdates:
             ``GradScaler`` may step it.
 
     Raises:
+        TypeError: Before the step, if it gets a closure.
         Exception: Before the step, what the copy of the optimizer raised.
 
     Example:
@@ -229,7 +230,10 @@ class FrozenUpdates:
         self.busy = True
         try:
             if closure_of(args[1:], kwargs) is not None:
-                raise TypeError("its step got a closure, which is yet to compute the gradients")
+                raise TypeError(
+                    "optimizer.step got a closure, which computes the gradients inside the step. "
+                    "Call the closure first, then optimizer.step() without it."
+                )
             with ExitStack() as stack:
                 restore_random_numbers(stack, wide)
                 _copy_of(optimizer, wide).step()

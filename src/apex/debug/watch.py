@@ -195,7 +195,7 @@ class History:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError(
-                "amp.debug.History.plot needs matplotlib: pip install 'apex-amp[plot]'. "
+                "amp.debug.History.plot needs matplotlib: pip install matplotlib. "
                 "history.to_json() has the same data."
             ) from error
         figure = Figure(layout="constrained")

@@ -193,7 +193,7 @@ class ApexPrecision(_Precision):
     def backward(
         self, tensor: Tensor, model: nn.Module | None, *args: Any, loss_id: int = 0, **kwargs: Any
     ) -> None:
-        """Backpropagates the scaled loss; leaves unscaled fp32 gradients on the masters.
+        """Backpropagates the scaled loss; leaves unscaled gradients, in 16 bits at O3 and O5.
 
         Args:
             tensor: The loss.

@@ -1,4 +1,4 @@
-"""An ``ApexOptimWrapper`` for MMEngine; needs the extra ``apex-amp[mmengine]``."""
+"""An ``ApexOptimWrapper`` for MMEngine; needs ``mmengine``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "apex.integrations.mmengine needs MMEngine, which could not be imported: "
-        f"{error}. Install it: pip install 'apex-amp[mmengine]'."
+        f"{error}. Install it: pip install mmengine."
     ) from error
 
 __all__ = ["APEX_OPTIM_WRAPPERS", "ApexOptimWrapper"]

@@ -218,12 +218,13 @@ class FusedOptimizer(Optimizer):
             grad = self._gradient(param)
             if grad is None:
                 continue
-            if grad.layout is not torch.strided or not param.is_floating_point():
+            is_dense = grad.layout is torch.strided
+            if not (is_dense and param.is_floating_point()):
+                found = f"a parameter of {param.dtype}" if is_dense else "a sparse gradient"
                 raise RuntimeError(
-                    f"{type(self).__name__} got a parameter of {param.dtype} or a sparse gradient. "
-                    "It does not support sparse gradients, only fp16, bf16, fp32 and fp64 "
-                    "parameters. Use another optimizer, such as torch.optim.SparseAdam, or an "
-                    "embedding with sparse=False."
+                    f"{type(self).__name__} got {found}. It does not support sparse gradients, "
+                    "only fp16, bf16, fp32 and fp64 parameters. Use another optimizer, such as "
+                    "torch.optim.SparseAdam, or an embedding with sparse=False."
                 )
             batch = unfinished.get(param.device)
             if batch is not None and batch.elements >= limit:

@@ -128,7 +128,7 @@ class UserRegistry:
         if inspect.isclass(function):
             _log.warning(
                 "amp: %s.%s is a class, so it is not replaced by a function that casts. To cast "
-                "what its objects get, register its method, for a module 'forward'.",
+                "the arguments of its objects, register its method, such as 'forward' of a module.",
                 where,
                 name,
             )

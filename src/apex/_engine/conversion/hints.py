@@ -14,7 +14,8 @@ _HOLDS = (
     _PREPARED + "{model} to compute in {dtype}, but it now contains {found}: tensors that were "
     "cast, added or assigned later, or passed to functional_call. What to do:\n"
     "- a module added later: call optimizer.add_param_group({{'params': module.parameters()}}), "
-    "which also creates fp32 masters; for inference, module.to({dtype})\n"
+    "which casts it, and creates fp32 masters where the level has them; for inference, "
+    "module.to({dtype})\n"
     "- a value that you assign or pass: use value.to(param.dtype)"
 )
 _COMPUTES = (
@@ -32,7 +33,7 @@ _NO_ROOM = (
     "scores.masked_fill(mask, torch.finfo(scores.dtype).min)\n"
     "- or keep the module in fp32: at O1 and O4, "
     "amp.register_float_function(type(module), 'forward') before amp.initialize; at O2, O3 and O5, "
-    "amp.initialize(..., fp32_modules=[type(module)])"
+    "amp.initialize(..., fp32_modules=[type(module)]), for a part of the model"
 )
 
 

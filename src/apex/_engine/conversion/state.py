@@ -293,8 +293,8 @@ class ModelState:
         if metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
                 f"load_state_dict(assign=True) would replace parameters of {type(module).__name__} "
-                "that amp and the optimizer hold. Drop assign=True, or call amp.restore before "
-                "loading and amp.initialize after."
+                "that amp and the optimizer hold. Drop assign=True, or call amp.restore, load, "
+                "create an optimizer of the new parameters, and call amp.initialize."
             )
         self.take_in(module)
         self.session.observer.loading(self)

@@ -41,8 +41,7 @@ from apex._torch.modules import params_in
 _log = logging.getLogger("apex")
 
 _ONNX = (
-    "torch.onnx.export got a model that amp has prepared, with casts that ONNX runtimes refuse. "
-    "Export its plain copy:\n"
+    "torch.onnx.export got a model that amp has prepared. Export its plain copy, without casts:\n"
     "    with amp.disable_casts():\n"
     "        torch.onnx.export(copy.deepcopy(model), ...)"
 )

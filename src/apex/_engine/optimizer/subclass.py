@@ -115,8 +115,8 @@ class AmpOptimizer(Optimizer):
         begun = prepared.unfinished_pass
         if begun is not None and begun.scaled:
             raise RuntimeError(
-                "add_param_group was called inside an amp.scale_loss block, whose end would not "
-                "unscale the new parameters' gradients right. Call it before the block, or after."
+                "add_param_group was called inside an amp.scale_loss block, which does not unscale "
+                "the gradients of the new parameters. Call it before the block, or after."
             )
         count = len(self.param_groups)
         try:

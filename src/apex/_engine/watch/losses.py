@@ -36,7 +36,7 @@ class Losses:
         if not all(math.isfinite(value) for _, (value,) in self._copies.poll()):
             self._copies = None
             _log.warning(
-                f"Loss {loss_id} is inf or NaN. Its scale is static, so amp skips no step, and a "
-                f"step on gradients of NaN makes the weights NaN. {TRACE}.",
+                f"Loss {loss_id} is inf or NaN. Its scale is static, so amp skips no step. If the "
+                f"gradients are NaN, the next step makes the weights NaN. {TRACE}.",
                 extra={"any_rank": True},
             )

@@ -57,8 +57,8 @@ class Mistake(enum.Enum):
         "the model does not train. Call optimizer.zero_grad() in each iteration."
     )
     FORGOTTEN_OPTIMIZER = (
-        "An optimizer steps gradients of an amp.scale_loss block that this optimizer was not "
-        "passed to. Its parameters belong to no model of amp.initialize, so the gradients are "
+        "optimizer.step() uses gradients of an amp.scale_loss block that did not get this "
+        "optimizer. Its parameters belong to no model of amp.initialize, so the gradients are "
         "still multiplied by the loss scale (65536 by default), and the step ruins the weights. "
         "Pass every optimizer to amp.initialize and to scale_loss:\n"
         "    with amp.scale_loss(loss, [optimizer, other]) as scaled_loss:\n"
@@ -76,17 +76,17 @@ class Mistake(enum.Enum):
         "added to them. To replace them, write before the block\n    optimizer.zero_grad()"
     )
     SECOND_BACKWARD = (
-        "A second backward pass inside amp.scale_loss did not start at scaled_loss. On exit, the "
-        "gradients of both are divided by the loss scale (65536 by default), by which the loss of "
-        "the second pass was not multiplied. Add up the losses:\n"
+        "A second backward pass inside amp.scale_loss did not start at scaled_loss. On exit, amp "
+        "divides the gradients of both passes by the loss scale (65536 by default). The loss of "
+        "the second pass was not multiplied by it. Add up the losses:\n"
         "    with amp.scale_loss(loss + other_loss, optimizer) as scaled_loss:\n"
         "        scaled_loss.backward()\n"
     )
     SCALED_HOOK = (
         "A hook on a 16-bit parameter runs in the backward pass of amp.scale_loss, where gradients "
-        "are still multiplied by the loss scale (65536 by default), and what it takes away is not "
-        "unscaled. A mask or a factor works. Anything that depends on the size of the gradient, or "
-        "keeps it, belongs after the block, where param.grad is unscaled and fp32:\n"
+        "are still multiplied by the loss scale (65536 by default), and a gradient that it keeps "
+        "elsewhere stays so. A mask or a factor works. Anything that depends on the size of the "
+        "gradient, or keeps it, belongs after the block, where param.grad is unscaled and fp32:\n"
         f"{BLOCK}    for param in model.parameters():\n        use(param.grad)"
     )
     FAILED_AFTER_DELAYED = (

@@ -50,15 +50,15 @@ def check(models: Iterable[nn.Module], *, drifts: bool) -> None:
         if drifts and fsdp.is_flattened(model):
             raise RuntimeError(
                 "FullyShardedDataParallel flattened the parameters of a prepared model. Ranks "
-                "would part, as they do not share overflows, and masters keep their shapes. "
+                "would drift apart: they do not share overflows, and masters are not flattened. "
                 "Use opt_level='O4', or fully_shard(model) from torch.distributed.fsdp before "
                 "the optimizer and amp.initialize."
             )
         for group in fsdp.param_groups(model):
             if group not in groups:
                 raise RuntimeError(
-                    "fully_shard was called after amp.initialize, which replaces parameters: "
-                    "the optimizer holds those from before and trains nothing. Call "
-                    "fully_shard first, then create the optimizer, and call amp.initialize "
-                    "last, at O1, O4, or O0 with a MixedPrecisionPolicy."
+                    "fully_shard was called after amp.initialize. It replaces the model's "
+                    "parameters, so the optimizer holds those from before and trains nothing. Call "
+                    "fully_shard first, then create the optimizer, and call amp.initialize last, "
+                    "at O1, O4, or O0 with a MixedPrecisionPolicy."
                 )

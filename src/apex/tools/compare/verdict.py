@@ -158,8 +158,8 @@ def _judged(comparison: Comparison, candidates: Sequence[_Candidate]) -> Recomme
     if not usable:
         return Recommendation(
             BASELINE,
-            "Stay in fp32: every other level fails, trains worse, or is emulated by this CPU, far "
-            "slower than fp32.",
+            "Stay in fp32: every other level fails, trains worse, is emulated by this CPU, or is "
+            "for comparison only.",
         )
     best = _fastest(usable)
     return Recommendation(
