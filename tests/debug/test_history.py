@@ -58,7 +58,7 @@ def test_the_plot_shows_scales_and_marks_overflows(tmp_path, monkeypatch):
     figure.savefig(tmp_path / "history.png")
     assert (tmp_path / "history.png").stat().st_size > 1000
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'apex-amp\[plot\]'"):
+    with pytest.raises(ImportError, match="pip install matplotlib"):
         history.plot()
 
 
