@@ -78,6 +78,16 @@ def test_what_is_wrong_is_named_at_its_line(use):
     assert ("scaler.step(optimizer)" if use == "a step" else "unscale_(optimizer)") in first.remedy
 
 
+def test_a_mean_of_as_many_as_a_multiple_of_the_scale_unscales_nothing():
+    net = nn.Linear(4, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with trace_overflow(net) as trace:
+        output = net(torch.ones(8, 4))
+        output.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+        scaler.scale(output.mean()).backward()
+    assert trace.first.cause == "scaled gradients"
+
+
 def test_a_clip_of_masters_inside_the_block_is_named():
     for level in ("O1", "O2"):
         net, optimizer = loops.prepared(level, model=nn.Linear(4, 2), loss_scale=128.0)

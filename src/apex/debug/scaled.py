@@ -96,7 +96,7 @@ class ScaledGradients:
         if scale == 1.0:
             return ""
         is_scaled = self.scale_of(call.arguments) != 1.0
-        is_result_scaled = is_scaled != self._unscales(call, scale)
+        is_result_scaled = is_scaled != (self._unscales(call, scale) == 1)
         if is_result_scaled:
             self._scales.note(tracing.outputs(call, result), scale)
         if is_scaled and call.base.startswith(_CLAMPS) and line_within_backward():
@@ -123,13 +123,13 @@ class ScaledGradients:
             self._losses.note(result, scale)
         return is_scaled_twice
 
-    def _unscales(self, call: Call, scale: float) -> bool:
-        """Returns whether a call unscales: it multiplies or divides by the scale or its inverse.
+    def _unscales(self, call: Call, scale: float) -> int:
+        """Returns 1 if a call multiplies or divides by the scale or its inverse; else 0.
 
-        Also by that of a mean: the scale times the number of micro-batches.
+        If it does by the scale times the number of micro-batches, for a mean, returns that number.
         """
         if call.base not in ("mul", "div"):
-            return "unscale" in call.name
+            return int("unscale" in call.name)
         for value in tree_leaves(call.arguments):
             is_number = isinstance(value, int | float)
             if isinstance(value, Tensor):
@@ -141,8 +141,8 @@ class ScaledGradients:
                 continue
             for count in (factor / scale, 1.0 / (factor * scale)):
                 if 0.5 < count < math.inf and math.isclose(count, round(count), rel_tol=1e-3):
-                    return True
-        return False
+                    return round(count)
+        return 0
 
     def _mixes(self, call: Call, changed: list[Tensor]) -> bool:
         """Returns whether a call combines scaled gradients with values for unscaled ones.
