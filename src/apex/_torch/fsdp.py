@@ -38,7 +38,8 @@ def param_groups(model: nn.Module) -> list[Any]:
     for state in _states(model):
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # older releases have one, or none
-            groups = filter(None, [state._fsdp_param_group])
+            group = state._fsdp_param_group
+            groups = [] if group is None else [group]
         found += groups
     return found
 

@@ -75,8 +75,8 @@ def overflow(ended: BackwardPass) -> None:
             warn_at_caller(
                 f"amp has skipped {update.skipped_in_row} steps in a row for loss {loss_id}; "
                 f"its scale is down to {update.loss_scale:g} and the model is not training. "
-                f"{_summary(ended.session)} No loss scale repairs a NaN, or an inf that no scale "
-                f"has made. {TRACE}; a bf16 level ('O4', 'O5') has fp32's range."
+                f"{_summary(ended.session)} No loss scale repairs a NaN, nor an inf that is not "
+                f"the scale's. {TRACE}; a bf16 level ('O4', 'O5') has fp32's range."
             )
 
 

@@ -17,7 +17,6 @@ from torch.optim.optimizer import (
 )
 
 from apex._core import arguments, dtypes, tree
-from apex._core.arguments import closure_of
 from apex._core.mixins import plain_class
 from apex._core.param_groups import PREPARED, params_of, states_in
 from apex._engine.optimizer.subclass import prepared_state
@@ -229,7 +228,7 @@ class FrozenUpdates:
         wide = {param: _widened_parameter(param) for param in params_of(optimizer)}
         self.busy = True
         try:
-            if closure_of(args[1:], kwargs) is not None:
+            if arguments.closure_of(args[1:], kwargs) is not None:
                 raise TypeError(
                     "optimizer.step got a closure, which computes the gradients inside the step. "
                     "Call the closure first, then optimizer.step() without it."

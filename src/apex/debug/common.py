@@ -168,9 +168,8 @@ def preserve_state(model: nn.Module, arguments: object) -> Iterator[None]:
 
     This covers the random number generators (torch's on the CPU and on the model's devices,
     Python's and numpy's), the modules' attributes, the model's gradients and buffers, and the
-    tensors among the arguments.
-    Autocast's weight cache is cleared, because a weight cast inside belongs to a graph that no
-    longer exists.
+    tensors among the arguments. Autocast's weight cache is cleared, because a weight cast inside
+    belongs to a graph that no longer exists.
 
     Costs a copy of the buffers and of the arguments' tensors.
     """
@@ -184,7 +183,8 @@ def preserve_state(model: nn.Module, arguments: object) -> Iterator[None]:
         for module in modules_in(model):
             buffers = dict(module._buffers)
             stack.callback(_restore_buffers, module, buffers)
-            stack.callback(vars(module).update, vars(module).copy())
+            attributes = vars(module).copy()
+            stack.callback(vars(module).update, attributes)
         for tensor in (*tree.tensors(arguments), *model.buffers()):
             if _is_expanded(tensor):
                 continue

@@ -71,7 +71,7 @@ class ScaledGradients:
             return ""
         changed = self._scaled(call.written)
         overwrites = changed and not call.traits.reads_written  # such as zero_
-        if overwrites or self._unscales(call, scale) or runs_in_scaler():
+        if overwrites or self._unscaled_passes(call, scale) or runs_in_scaler():
             self._scales.discard(call.written)
             return ""
         compares = call.base in _COMPARISONS and self._meets_unscaled(call)
@@ -96,7 +96,9 @@ class ScaledGradients:
         if scale == 1.0:
             return ""
         is_scaled = self.scale_of(call.arguments) != 1.0
-        is_result_scaled = is_scaled != (self._unscales(call, scale) == 1)
+        # A multiple of the scale is a factor of a formula, such as the mean's.
+        unscales = self._unscaled_passes(call, scale) == 1
+        is_result_scaled = is_scaled != unscales
         if is_result_scaled:
             self._scales.note(tracing.outputs(call, result), scale)
         if is_scaled and call.base.startswith(_CLAMPS) and line_within_backward():
@@ -123,10 +125,10 @@ class ScaledGradients:
             self._losses.note(result, scale)
         return is_scaled_twice
 
-    def _unscales(self, call: Call, scale: float) -> int:
-        """Returns 1 if a call multiplies or divides by the scale or its inverse; else 0.
+    def _unscaled_passes(self, call: Call, scale: float) -> int:
+        """Returns of how many passes a call takes the unscaled mean; 0 if it does not unscale.
 
-        If it does by the scale times the number of micro-batches, for a mean, returns that number.
+        It multiplies or divides by the scale or its inverse, or by that times the number of passes.
         """
         if call.base not in ("mul", "div"):
             return int("unscale" in call.name)

@@ -102,7 +102,9 @@ def _chart(
         values += [-2 * area, 2 * area]
     low = max(min(values), -most)
     high = min(max(values), most)
-    margin = 0.05 * (high - low) or max(1.0, 0.05 * abs(high))  # also if all values are equal
+    margin = 0.05 * (high - low)
+    if margin == 0.0:  # all values are equal
+        margin = max(1.0, 0.05 * abs(high))
     yield Chart(title, caption, drawn, low - margin, high + margin, area)
 
 
