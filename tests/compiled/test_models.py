@@ -126,6 +126,38 @@ def test_masters_that_a_script_writes_reach_compiled_code(level, of, calls):
         assert all(torch.equal(weight, own.to(weight.dtype)) for weight, own in pairs)
 
 
+class WithMethod(nn.Linear):
+    """A script calls its method, and not the model."""
+
+    def project(self, x):
+        return nn.functional.linear(x.to(self.weight.dtype), self.weight)
+
+
+class Projects(nn.Module):
+    """A part of it is prepared."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        return self.part.project(x)
+
+
+@loops.every(level=loops.WITH_MASTERS, exports=[False, True])
+def test_masters_that_a_script_writes_reach_the_method_that_other_code_calls(level, exports):
+    model, optimizer = loops.prepared(level, model=WithMethod(4, 4))
+    x = torch.randn(3, 4)
+    project, _ = cases.compiled(Projects(model))
+    project(x)
+    for param in amp.master_params(optimizer):
+        param.data.mul_(0.5)
+    if exports:
+        project = torch.export.export(Projects(model), (x,)).module()
+    projected = project(x)
+    assert loops.same(projected, model.project(x))
+
+
 class CallsItself(nn.Linear):
     """Calls its own methods and reads its own class."""
 

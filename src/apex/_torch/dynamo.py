@@ -9,6 +9,8 @@ from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._dispatch.python import no_python_dispatcher
+from torch.utils._python_dispatch import _disable_current_modes
 
 from apex._torch.dispatcher import TORCH_VERSION
 
@@ -82,7 +84,10 @@ def recompile_on_change(function: Callable[..., object], *args: Hashable) -> Non
     context: Any = torch._guards.TracingContext.try_get()
     sources: Any = sys.modules.get("torch._dynamo.source")
     if context is not None and sources is not None:  # neither in an export without dynamo
-        create = _guard_of(function, args, function(*args))
+        # As before each run: outside of the modes by which torch.export traces.
+        with _disable_current_modes(), no_python_dispatcher():
+            expected = function(*args)
+        create = _guard_of(function, args, expected)
         guard: Any = torch._guards.Guard(sources.GlobalStateSource(), create)
         context.guards_context.dynamo_guards.add(guard)
 

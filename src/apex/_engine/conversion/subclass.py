@@ -184,13 +184,15 @@ class _Method:
 
     def __get__(self, model: Any, cls: type) -> Any:
         function = getattr(self._base, self._name)  # now, as scripts replace methods
+        state = _own_state(model)
         if torch.compiler.is_dynamo_compiling():  # false in Python that dynamo itself calls
+            state.begin_trace()
             return functools.partial(function, model)  # dynamo cannot trace MethodType
         if is_compiling():
+            state.begin_trace()
             return MethodType(function, model)
         if is_exporting_onnx():
             raise RuntimeError(_ONNX)
-        state = _own_state(model)
         reader = sys._getframe(1)
         view = view_for(reader, self._name)
         if view is not None:
