@@ -63,6 +63,20 @@ def test_frozen_weights_vanishing_gradients_and_autocast_around_it_change_no_ver
     assert found.error_after < 0.05
 
 
+def test_a_model_may_keep_its_activations():
+    """As models with ``weight_norm`` do; torch makes no deep copy of them."""
+
+    def forward(self, x):
+        self.features = [self.linear(x)]
+        return self.features[0].square()
+
+    model, x = Body(forward, linear=nn.Linear(8, 8)), torch.randn(16, 8)
+    model(x)
+    (features,) = model.features
+    assert amp.debug.suggest_fp32(model, x).modules == []
+    assert model.features == [features]
+
+
 def test_a_fault_outside_of_modules_is_noted():
     torch.manual_seed(0)
     model = Body(lambda self, x: shift(self.linear(x)), linear=nn.Linear(8, 8))

@@ -31,6 +31,7 @@ TARGETS = {
     "dataclass": ("from __future__ import annotations\n" + FILE + TARGET + DATACLASS, ""),
     "function beside names": (TARGET + BESIDE, ":other"),
     "star": ("from helper_of_target import *\n", ""),
+    "activations": (TARGET + "model.features = [model(batches[0][0])]\n", ""),
 }
 
 

@@ -118,6 +118,20 @@ def gradients(loss: Tensor, tensors: Sequence[Tensor], model: nn.Module) -> Sequ
 # -- the tensors of a training ---------------------------------------------------------------------
 
 
+def copy_memo(model: nn.Module) -> dict[int, Any]:
+    """Returns a memo for a deep copy of a model that keeps results of its last forward pass.
+
+    They are without their graph in the copy; torch would raise an error. ``weight_norm`` keeps such
+    a result.
+    """
+    memo: dict[int, Any] = {}
+    for module in modules_in(model):
+        for tensor in tree.tensors(vars(module)):
+            if not tensor.is_leaf:
+                memo[id(tensor)] = tensor.detach().clone()
+    return memo
+
+
 class Held(NamedTuple):
     """A tensor of a model or of its optimizer.
 

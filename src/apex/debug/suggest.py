@@ -243,8 +243,8 @@ class _Trials:
         self._loss_fn = loss_fn
         self._policy = to_policy(level_defaults("O5"))
         self.required: list[str] = []
-        self._reference = self._gradients(copy.deepcopy(model))
-        noise = self._error(self._gradients(copy.deepcopy(model)))
+        self._reference = self._gradients(self._copy())
+        noise = self._error(self._gradients(self._copy()))
         if not noise <= _REPRODUCIBLE:  # also if it is NaN
             raise ValueError(
                 f"suggest_fp32 got {type(model).__name__}, whose gradients in fp32 are not finite, "
@@ -254,10 +254,13 @@ class _Trials:
                 "must not keep state outside itself; eval() may help."
             )
 
+    def _copy(self) -> nn.Module:
+        return copy.deepcopy(self._model, common.copy_memo(self._model))
+
     def run(self, fp32: list[str], *, trace: bool = False) -> float:
         """Returns the gradients' error with the modules ``fp32`` and ``required`` in fp32."""
         while True:
-            model = copy.deepcopy(self._model)
+            model = self._copy()
             try:
                 return self._run(model, [*fp32, *self.required], trace=trace)
             except RuntimeError as error:  # such as a product of bf16 and fp32 raises

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apex.debug.common import copy_memo
 from apex.integrations import scales
 from apex.tools import source
 from apex.tools.errors import InputError
@@ -107,7 +108,7 @@ def seed_all(seed: int) -> None:
 
 def _copied(first: Experiment) -> Experiment:
     try:
-        model, optimizer = copy.deepcopy((first.model, first.optimizer))
+        model, optimizer = copy.deepcopy((first.model, first.optimizer), copy_memo(first.model))
     except Exception as error:
         raise InputError(
             f"The model cannot be deep-copied, as each level needs: {format_error(error)}"
