@@ -1,6 +1,8 @@
 """Ranks under DistributedDataParallel stay together, and train like one process on all data."""
 
 import contextlib
+import gc
+import sys
 import warnings
 
 import pytest
@@ -278,3 +280,29 @@ def accumulate_inside(level, wrap, seed, batch_at):
 
 def test_ranks_that_average_in_the_last_block_average_the_sum(on_two_ranks, level):
     cases.assert_runs_as_one(on_two_ranks, accumulate_inside, level, None)
+
+
+def searches(rank):
+    """How often three blocks before the first step walk through all objects of the process."""
+    model, optimizer = cases.prepare("O4", seed=0)
+    counts = []
+
+    def count(frame, event, function):
+        if event == "c_call" and function is gc.get_objects:
+            counts[-1] += 1
+
+    for _ in range(3):
+        counts.append(0)
+        block = amp.scale_loss(model(cases.rank_batch(rank, 0)[0]).sum(), optimizer)
+        sys.setprofile(count)
+        try:
+            with block as scaled_loss:
+                sys.setprofile(None)
+                scaled_loss.backward()
+        finally:
+            sys.setprofile(None)
+    return counts
+
+
+def test_wrappers_are_searched_for_in_the_first_block_alone(on_two_ranks):
+    assert on_two_ranks(searches) == [[1, 0, 0]] * 2

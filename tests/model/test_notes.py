@@ -125,7 +125,17 @@ def by_assignment(self, new):
     self.average = self.average * 0.99 + new * 0.01
 
 
+def by_data_in_place(self, new):
+    self.average.data.mul_(0.9).add_(new, alpha=0.2)
+
+
+def by_alias(self, new):
+    self.average.detach()[:2].mul_(0.9).add_(new[:2], alpha=0.2)
+
+
 AVERAGES = {
+    "alias": by_alias,
+    "data in place": by_data_in_place,
     "in place": lambda self, new: self.average.lerp_(new, 0.01),
     "assigned": by_assignment,
     "data": by_data,

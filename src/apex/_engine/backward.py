@@ -168,9 +168,7 @@ class BackwardPass:
         """Makes masters equal on all ranks, or delays where ranks do not share this pass."""
         for prepared in self.prepared_optimizers:
             prepared.create_missing_masters()
-            if not prepared.steps:
-                prepared.session.check_shards()
-                wrappers.find(prepared.trained_params())
+            prepared.begin_first_block()
             if not (wrappers.states or fsdp.groups):
                 continue
             trained = prepared.trained_params()

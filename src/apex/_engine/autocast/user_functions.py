@@ -7,7 +7,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from types import MethodType, ModuleType
+from types import ClassMethodDescriptorType, MethodType, ModuleType
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -175,12 +175,19 @@ class UserRegistry:
         self._replaced[key] = module, before, vars(module)[name]
 
 
+def _unbound(method: ClassMethodDescriptorType) -> Callable[..., Any]:
+    """Returns the function of a class method that is written in C; it takes the class first."""
+    return lambda cls, *args, **kwargs: method.__get__(None, cls)(*args, **kwargs)
+
+
 def _replacement(module: Any, name: str, kind: Kind) -> Any:
     """Returns what to set for a function; as a class attribute, it binds as the function does."""
     function = getattr(module, name)
     if not inspect.isclass(module):
         return cast_function(function, kind)
     attribute = inspect.getattr_static(module, name)
+    if isinstance(attribute, ClassMethodDescriptorType):  # autograd.Function.apply of torch 2.15
+        return classmethod(cast_function(_unbound(attribute), kind))
     if isinstance(attribute, classmethod):
         return classmethod(cast_function(attribute.__func__, kind))
     is_method = function is attribute and getattr(function, "__get__", None) is not None

@@ -163,6 +163,11 @@ class ModelState:
         """Records the DDP wrappers, and what comes before each run of the code."""
         self.record_wrappers(traced=True)
         recompile_on_change(_reference_to_wrapper)
+        self.follow_masters()
+
+    @at_tracing
+    def follow_masters(self) -> None:
+        """Has written masters rounded before each run of the code that is traced."""
         recompile_on_change(_before_compiled_code)
 
     @untraced

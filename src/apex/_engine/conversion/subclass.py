@@ -186,10 +186,10 @@ class _Method:
         function = getattr(self._base, self._name)  # now, as scripts replace methods
         state = _own_state(model)
         if torch.compiler.is_dynamo_compiling():  # false in Python that dynamo itself calls
-            state.begin_trace()
+            state.follow_masters()
             return functools.partial(function, model)  # dynamo cannot trace MethodType
         if is_compiling():
-            state.begin_trace()
+            state.follow_masters()
             return MethodType(function, model)
         if is_exporting_onnx():
             raise RuntimeError(_ONNX)

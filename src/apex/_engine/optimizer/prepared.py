@@ -95,6 +95,8 @@ class PreparedOptimizer:
         self.listeners: list[Callable[..., None]] = []
         # What observers have put on its parameters, until it is plain again.
         self.until_plain = ExitStack()
+        # Whether its first block has begun.
+        self._is_used = False
         # Steps so far, skipped ones included.
         self.steps = 0
         # An optimizer inside another steps as a part of its step.
@@ -176,6 +178,13 @@ class PreparedOptimizer:
     def is_used_here(self) -> bool:
         """Whether this thread has used it last: passes in others do not reach its gradients."""
         return self._thread is ambient.this_thread()
+
+    def begin_first_block(self) -> None:
+        """Checks its models and finds their wrappers, but only in its first block."""
+        if not self._is_used:
+            self.session.check_shards()
+            wrappers.find(self.trained_params())
+            self._is_used = True
 
     def begin_pass(self, begun: Pass, *, in_place: bool) -> None:
         """Prepares the gradients for a pass that was given the optimizer, or that may reach it."""

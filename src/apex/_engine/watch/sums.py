@@ -14,9 +14,7 @@ from apex._torch.dynamo import is_compiling
 
 # Operators by which an average or a counter becomes its next value, and by which values move.
 _SUMS = frozenset(["add", "sub", "mul", "div", "true_divide", "lerp", "addcmul", "addcdiv"])
-_MOVES = frozenset(
-    ["to", "float", "half", "bfloat16", "type", "clone", "detach", "getitem", "setitem"]
-)
+_MOVES = frozenset(["to", "float", "half", "bfloat16", "type", "clone", "getitem", "setitem"])
 _REPLACES = frozenset(["copy", "zero", "fill", "set"])
 
 
@@ -37,8 +35,8 @@ class Sums(TorchFunctionMode):
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         """Watches tensors."""
         super().__init__()
-        # By ``id``. The values contain the tensors, so that no new tensor gets one of these ids.
-        self._marks = {id(tensor): (Mark.OLD, tensor) for tensor in tensors}
+        # By memory, which aliases share. The values keep it from being used for other tensors.
+        self._marks = {_memory(tensor): (Mark.OLD, tensor) for tensor in tensors}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -57,9 +55,18 @@ class Sums(TorchFunctionMode):
             written = args[:1] if result is None else result
             for tensor in tree.tensors(written):
                 if replaces or mark > self.mark_of(tensor):
-                    self._marks[id(tensor)] = mark, tensor
+                    self._marks[_memory(tensor)] = mark, tensor
         return result
 
     def mark_of(self, tensor: Tensor) -> Mark:
         """Returns the mark of a tensor."""
-        return self._marks.get(id(tensor), (Mark.NEW, tensor))[0]
+        return self._marks.get(_memory(tensor), (Mark.NEW, tensor))[0]
+
+
+def _memory(tensor: Tensor) -> int:
+    """Returns what stands for the memory of a tensor, or for one without memory of its own."""
+    try:
+        memory: int = tensor.untyped_storage()._cdata
+    except NotImplementedError:  # of sparse ones, and inside transforms
+        return id(tensor)
+    return memory

@@ -1,8 +1,8 @@
 """What a 16-bit model loses: small changes of buffers, writes into cast arguments, whole numbers.
 
 The first forward passes show what is lost, by the version counters of tensors and without a host
-sync. torch does not count writes through ``tensor.data``. So a sample of one weight that no
-optimizer trains is compared between passes, too.
+sync. torch does not count writes through ``tensor.data``. So samples of the buffers, and of one
+weight that no optimizer trains, are compared between passes, too.
 """
 
 from __future__ import annotations
@@ -119,11 +119,12 @@ class Writes:
         self.left = _FORWARDS
         # By name: the tensor's version at the last pass, and whether the pass before saw another.
         self._versions: dict[str, tuple[tuple[int, int], bool]] = {}
-        # A sample of one weight at the last pass, with the weight's name and version.
-        self._sample: tuple[Any, Tensor] | None = None
-        # By the weight's name: whether its sample has changed since the pass before.
+        # By name: a sample at the last pass, and the tensor's versions then.
+        self._samples: dict[str, tuple[object, Tensor]] = {}
+        # By name: whether the sample has changed since the pass before.
         self._changes = Readback[str]()
-        self._was_changed = False
+        # The names of those that had changed one reading before.
+        self._changed = set[str]()
         # The topics of the warnings so far.
         self._told = set[str]()
         # By the argument's name: a whole number that 16 bits do not hold.
@@ -159,22 +160,24 @@ class Writes:
         passed = {name: tree.tensors(argument) for name, argument in arguments.items()}
         lost: list[str] = []
         buffers: dict[str, Tensor] = {}
-        for name, tensor in self._written_again(model, state):
+        versions: dict[str, int] = {}
+        are_others_unseen = False
+        for name, tensor, is_counted in self._written_again(model, state):
             if isinstance(tensor, nn.Parameter):
                 lost.append(name)
-            else:
-                buffers[name] = tensor
-        sampled = [*self._names_of_changed_samples()]
-        lost += sampled
+                are_others_unseen |= not is_counted
+                continue
+            buffers[name] = tensor
+            if is_counted:
+                versions[name] = tensor._version
         if buffers:
-            versions = {name: tensor._version for name, tensor in buffers.items()}
             with Sums(buffers.values()) as sums:
                 yield
             for name, tensor in model.named_buffers():
                 mark = sums.mark_of(tensor)
                 if mark is Mark.OLD and tensor is buffers.get(name) and tensor.numel() > 1:
                     # The script writes it between the passes: an average, as caches are the pass's.
-                    is_lost = tensor._version == versions[name]
+                    is_lost = tensor._version == versions.get(name)
                 else:
                     is_lost = mark is Mark.SUM and name in buffers
                 if is_lost:
@@ -182,43 +185,23 @@ class Writes:
         else:
             yield
         if lost:
-            options = _fp32_options(model, lost)
-            if sampled:
-                options = f"{options} {_OTHERS}"
-            if not buffers:
-                options = f"{options} {_LEAVE_OUT}"
-            self.tell(
-                "tensors",
-                "amp: %s updates 16-bit tensors during training, so small changes are lost (a "
-                "running average stops moving, a bf16 counter sticks at 256): %s. %s",
-                type(model).__name__,
-                ", ".join(lost[:4]),
-                options,
-            )
+            options = [_fp32_options(model, lost)]
+            if are_others_unseen:
+                options.append(_OTHERS)
+            self._tell_lost(model, lost, options if buffers else [*options, _LEAVE_OUT])
         self._check_arguments(model, _by_name(names, given), arguments, passed)
 
-    def _written_again(self, model: nn.Module, state: ModelState) -> Iterator[tuple[str, Tensor]]:
+    def _written_again(
+        self, model: nn.Module, state: ModelState
+    ) -> Iterator[tuple[str, Tensor, bool]]:
         """Yields the tensors that were written both before this pass and before the last one.
 
         These are weights that no optimizer trains, such as a target network's, and, in training,
-        buffers.
+        buffers. Each comes with its name, and whether torch has counted the writes.
         """
-        stepped = _stepped()
-        has_optimizers = bool(optimizers_of(state.session))
-        watched: list[tuple[str, Tensor]] = []
-        for name, param in named_parameters(model):
-            is_trained = id(param) in stepped
-            if master_table.pair_of(param) is None and param.requires_grad and has_optimizers:
-                is_trained = True
-            if not is_trained:
-                watched.append((name, param))
-        if model.training:
-            watched += model.named_buffers()
+        watched = _watched(model, state)
         is_sampled = False
-        for name, tensor in watched:
-            is_counted = dtypes.is_low_precision(tensor) and not tensor.is_inference()
-            if not is_counted or not is_readable(tensor):
-                continue
+        for name, tensor in watched.items():
             pair = master_table.pair_of(tensor)
             writes = tensor._version if pair is None else pair.model_writes
             version = writes, tensor.data_ptr()
@@ -226,28 +209,37 @@ class Writes:
             is_changed = last != version
             self._versions[name] = version, is_changed
             if is_changed and was_changed:
-                yield name, tensor
-            if isinstance(tensor, nn.Parameter) and not is_sampled:
-                self._send_comparison((name, (tensor._version, version)), tensor)
-                is_sampled = True
+                yield name, tensor, True
+            is_weight = isinstance(tensor, nn.Parameter)
+            is_strided = tensor.layout is torch.strided
+            if is_strided and not (is_weight and is_sampled):
+                self._send_comparison(name, (tensor._version, version), tensor)
+                is_sampled |= is_weight
+        for name in self._names_of_changed_samples():
+            if name in watched:
+                yield name, watched[name], False
 
     @suspend_modes()  # a trace would list these operators as the model's
-    def _send_comparison(self, key: tuple[str, Any], tensor: Tensor) -> None:
-        """Starts to compare a sample of a weight with the last pass's."""
+    def _send_comparison(self, name: str, versions: object, tensor: Tensor) -> None:
+        """Starts to compare a sample of a tensor with the last pass's."""
         now = sample(tensor.detach()).clone()
         is_changed = torch.zeros(1, dtype=torch.float32, device=now.device)
-        if self._sample is not None and self._sample[0] == key:
-            before = self._sample[1]
-            is_changed = ((now != before) & (before == before)).any().float().reshape(1)
-        self._sample = key, now
-        self._changes.send(key[0], is_changed)
+        if name in self._samples:
+            last_versions, before = self._samples[name]
+            if versions == last_versions:
+                is_changed = ((now != before) & (before == before)).any().float().reshape(1)
+        self._samples[name] = versions, now
+        self._changes.send(name, is_changed)
 
     def _names_of_changed_samples(self) -> Iterator[str]:
-        """Yields a weight that changed twice in a row, without a counted write."""
+        """Yields what changed twice in a row, without a counted write."""
         for name, (is_changed,) in self._changes.poll():
-            if is_changed and self._was_changed:
+            if is_changed and name in self._changed:
                 yield name
-            self._was_changed = bool(is_changed)
+            if is_changed:
+                self._changed.add(name)
+            else:
+                self._changed.discard(name)
 
     @suspend_modes()
     def _check_arguments(
@@ -326,6 +318,16 @@ class Writes:
                 _AVERAGE,
             )
 
+    def _tell_lost(self, model: nn.Module, names: Sequence[str], options: Sequence[str]) -> None:
+        self.tell(
+            "tensors",
+            "amp: %s updates 16-bit tensors during training, so small changes are lost (a running "
+            "average stops moving, a bf16 counter sticks at 256): %s. %s",
+            type(model).__name__,
+            ", ".join(names[:4]),
+            " ".join(options),
+        )
+
     def tell(self, what: str, text: str, *args: object) -> None:
         """Logs a warning, once for each ``what``."""
         if what not in self._told:
@@ -341,6 +343,27 @@ def _by_name(names: Sequence[str], call: tree.Call) -> _Arguments:
         name = names[position] if position < len(names) else position
         named[name] = argument
     return named
+
+
+def _watched(model: nn.Module, state: ModelState) -> dict[str, Tensor]:
+    """Returns the 16-bit weights that no optimizer trains and, in training, buffers, by name."""
+    stepped = _stepped()
+    has_optimizers = bool(optimizers_of(state.session))
+    untrained: list[tuple[str, Tensor]] = []
+    for name, param in named_parameters(model):
+        is_trained = id(param) in stepped
+        if master_table.pair_of(param) is None and param.requires_grad and has_optimizers:
+            is_trained = True
+        if not is_trained:
+            untrained.append((name, param))
+    if model.training:
+        untrained += model.named_buffers()
+    watched: dict[str, Tensor] = {}
+    for name, tensor in untrained:
+        is_counted = dtypes.is_low_precision(tensor) and not tensor.is_inference()
+        if is_counted and is_readable(tensor):
+            watched[name] = tensor
+    return watched
 
 
 def _stepped() -> set[int]:
