@@ -12,7 +12,7 @@ from torch import nn
 from apex import amp
 from apex.debug import explain
 from tests.debug.bodies import Body, everything
-from tests.support.loops import net, prepared, same, train, train_step
+from tests.support.loops import InBackward, net, prepared, same, train, train_step
 
 LOW, FULL = "bfloat16", "float32"
 X = torch.ones(3, 4)
@@ -139,17 +139,12 @@ def test_nothing_changes(level, raises):
 
 
 def test_casts_are_off_in_a_backward_pass_as_in_scale_loss():
-    class InFp32(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+    def multiplied(grad):
+        return grad.float() @ torch.eye(4)
 
-        @staticmethod
-        def backward(ctx, grad):
-            return grad.float() @ torch.eye(4)
-
+    model = Body(lambda self, x: InBackward.apply(x * self.w, multiplied), w=nn.Parameter(X))
     with torch.autocast("cpu", torch.bfloat16):
-        found = explain(Body(lambda self, x: InFp32.apply(x * self.w), w=nn.Parameter(X)), X)
+        found = explain(model, X)
     assert row_of(found, "mm", direction="backward").dtype_out == FULL
 
 
