@@ -30,32 +30,20 @@ def accumulate(rank, parallel, optimizer, model):
     return cases.state(model, optimizer)
 
 
-class Hides(nn.Module):
+def hide(self, x):
     """Returns an object of the script's own, in which nothing finds tensors."""
-
-    def __init__(self, body):
-        super().__init__()
-        self.body = body
-
-    def forward(self, x):
-        return SimpleNamespace(value=self.body(x))
-
-
-class Shows(nn.Module):
-    def __init__(self, wrapper):
-        super().__init__()
-        self.wrapper = wrapper
-        self.no_sync = wrapper.no_sync
-
-    def forward(self, x):
-        return self.wrapper(x).value
+    return SimpleNamespace(value=self.body(x))
 
 
 def accumulate_hidden(rank, level, hides):
-    body = cases.net(0)
-    model, optimizer = cases.initialized(level, Hides(body) if hides else body)
+    model = body = cases.net(0)
+    if hides:
+        model = loops.Body(hide, body=body)
+    model, optimizer = cases.initialized(level, model)
     wrapper = DistributedDataParallel(model)
-    wrapper = Shows(wrapper) if hides else wrapper
+    if hides:
+        parts = {"wrapper": wrapper, "no_sync": wrapper.no_sync}
+        wrapper = loops.Body(lambda self, x: self.wrapper(x).value, **parts)
     return accumulate(rank, wrapper, optimizer, body)
 
 
