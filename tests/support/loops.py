@@ -150,6 +150,13 @@ def one_weight(level, **options):
     return prepared(level, lambda params: sgd(params, lr=0.125), model, **options)
 
 
+def two_optimizers(level, names="ab", **options):
+    """Weights of which each of the first two has an optimizer of its own, prepared."""
+    model = Weights(names)
+    optimizers = [sgd([model.a]), sgd([model.b])]
+    return amp.initialize(model, optimizers, opt_level=level, **{"verbosity": 0, **options})
+
+
 def slope(model, value):
     """A loss whose gradient by each element of the weight is ``value``."""
     return value * model.weight.float().sum()
