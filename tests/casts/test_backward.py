@@ -153,8 +153,6 @@ def test_casts_are_off_in_autograd_grad_in_a_block():
 def test_a_pass_that_torch_refuses_is_refused_alike():
     _, optimizer = loops.prepared("O4")
     with amp.scale_loss(torch.ones(()), optimizer):
-        with pytest.raises(RuntimeError, match="does not require grad"):
-            torch.ones(()).backward()
         with pytest.raises(RuntimeError, match="only for scalar outputs"):
             torch.ones(2, requires_grad=True).exp().backward()
         x = torch.ones((), requires_grad=True)
