@@ -571,8 +571,7 @@ def train_twice(rank, levels, wrap, rewraps):
 AGAIN = [("O4", "O5"), ("O5", "O4"), ("O5", "O5"), ("O5", "O3"), ("O5", None), ("O3", None)]
 
 
-@pytest.mark.parametrize("levels", AGAIN)
-@pytest.mark.parametrize("wrap", ["torch", "apex delayed"])
+@loops.every(levels=AGAIN, wrap=["torch", "apex delayed"])
 def test_a_wrapper_of_a_restored_model_sends_its_gradients(on_two_ranks, levels, wrap):
     first, second = on_two_ranks(train_twice, levels, wrap, False)
     assert first == second == on_two_ranks(train_twice, levels, wrap, True)[0]

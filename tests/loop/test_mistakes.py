@@ -422,8 +422,7 @@ CLEARS = {
 }
 
 
-@pytest.mark.parametrize("make_optimizer", [loops.sgd, loops.fused_adamw_of])
-@pytest.mark.parametrize("clear", CLEARS)
+@loops.every(make_optimizer=[loops.sgd, loops.fused_adamw_of], clear=CLEARS)
 @fp16
 def test_gradients_of_a_skipped_step_that_are_not_cleared_are_warned_of(
     level, clear, make_optimizer
