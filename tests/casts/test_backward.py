@@ -82,26 +82,6 @@ def test_torch_s_own_kernels_cast_nothing_in_a_block(hook):
     assert got.dtype is BF16
 
 
-class Recomputed(torch.autograd.Function):
-    """Runs ``block`` again in the backward pass, as many programs' own checkpoints do."""
-
-    @staticmethod
-    def forward(ctx, block, own_pass, x, *params):
-        ctx.block, ctx.own_pass, ctx.inputs = block, own_pass, (x, *params)
-        with torch.no_grad():
-            return block(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x = ctx.inputs[0].detach().requires_grad_()
-        with torch.enable_grad():
-            out = ctx.block(x)
-        if ctx.own_pass:
-            out.backward(grad)
-            return None, None, x.grad, *[None] * len(ctx.inputs[1:])
-        return None, None, *torch.autograd.grad(out, (x, *ctx.inputs[1:]), grad)
-
-
 @pytest.mark.parametrize("own_pass", [True, False], ids=["backward", "grad"])
 def test_a_recompute_by_a_function_of_the_script_is_the_forward_again(level, block, own_pass):
     model, optimizer = loops.prepared(level, model=nn.Linear(4, 4), loss_scale=1.0)
@@ -113,7 +93,7 @@ def test_a_recompute_by_a_function_of_the_script_is_the_forward_again(level, blo
         dtypes.append((scores.dtype, weights.dtype))
         return weights @ scores
 
-    for run in (attend, lambda x: Recomputed.apply(attend, own_pass, x, *model.parameters())):
+    for run in (attend, lambda x: loops.Recomputed.apply(attend, own_pass, x, *model.parameters())):
         given = x.clone().requires_grad_()
         loss = run(given).float().pow(2).sum()
         optimizer.zero_grad()

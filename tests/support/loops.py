@@ -104,6 +104,26 @@ class InBackward(torch.autograd.Function):
         return ctx.rule(grad), None
 
 
+class Recomputed(torch.autograd.Function):
+    """Runs ``block`` again in the backward pass, as many programs' own checkpoints do."""
+
+    @staticmethod
+    def forward(ctx, block, own_pass, x, *params):
+        ctx.block, ctx.own_pass, ctx.inputs = block, own_pass, (x, *params)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.inputs[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.block(x)
+        if ctx.own_pass:
+            out.backward(grad)
+            return None, None, x.grad, *[None] * len(ctx.inputs[1:])
+        return None, None, *torch.autograd.grad(out, (x, *ctx.inputs[1:]), grad)
+
+
 def conv_net():
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
