@@ -580,8 +580,7 @@ def test_a_block_inside_one_of_another_optimizer_leaves_no_hooks_and_hides_no_mi
     first, second = (loops.loss_of(net, *loops.batch()) for net in nets)
     told = pytest.warns(UserWarning, match="inside amp.scale_loss did not start at scaled_loss")
     with told, amp.scale_loss(first, optimizers[0]):
-        with amp.scale_loss(second, optimizers[1]) as scaled_second:
-            scaled_second.backward()
+        loops.scaled_backward(second, optimizers[1])
         first.backward()
     for net in nets:
         assert not any(param._post_accumulate_grad_hooks for param in net.parameters())
