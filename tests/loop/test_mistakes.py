@@ -445,10 +445,8 @@ def test_gradients_of_a_skipped_step_that_are_not_cleared_are_warned_of(
 def test_a_loss_that_uses_masters_is_no_mistake(level):
     model, optimizer = loops.prepared(level, loss_scale="dynamic", max_loss_scale=2.0**8)
     for x, y in loops.batches(2):
-        optimizer.zero_grad()
         penalty = sum(master.square().sum() for master in amp.master_params(optimizer))
-        loops.scaled_backward(loops.loss_of(model, x, y) + penalty, optimizer)
-        optimizer.step()
+        loops.descend(loops.loss_of(model, x, y) + penalty, optimizer)
 
 
 @fp16
