@@ -140,8 +140,6 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     **{f"{name}.input": _network(*shape, packed=False) for name, shape in _GATES.items()},
     **{f"{name}.data": _network(*shape, packed=True) for name, shape in _GATES.items()},
     "linalg_matrix_norm": (_x, 2),
-    "norm.ScalarOpt_dtype": (_x, 2),
-    "norm.ScalarOpt_dim_dtype": (_x, 2, [1], False),
     "nuclear_norm.dim": (_x, [0, 1]),
     "layer_norm": (_x, [3], floats(3), floats(3)),
     "group_norm": (floats(2, 4, 3), 2, floats(4), floats(4)),
@@ -275,13 +273,14 @@ def placed(row: str, args: Any, device: str) -> Any:
 
 
 def convert(value: Any, *dtypes: torch.dtype, device: str = "cpu") -> Any:
-    """Returns ``value`` with its floating tensors in the dtypes in turn, the last repeated."""
+    """Copies ``value``, its floating tensors in the dtypes in turn, the last repeated."""
     left = list(dtypes)
 
     def placed(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor.to(device)
-        return tensor.to(device, left.pop(0) if len(left) > 1 else left[0])
+        dtype = tensor.dtype
+        if tensor.is_floating_point():
+            dtype = left.pop(0) if len(left) > 1 else left[0]
+        return tensor.detach().to(device, dtype, copy=True)
 
     return tree_map_only(Tensor, placed, value)
 

@@ -1,5 +1,7 @@
 """Operators whose operands decide: writes, sparse products, fake quantization, listed names."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from torch import nn
 
 from apex import amp
 from apex.amp import lists
-from tests.support.loops import at_levels, prepared, scaled_backward
+from tests.support.loops import Body, at_levels, prepared, scaled_backward
 
 LOW = {"O1": torch.float16, "O4": torch.bfloat16}
 level = at_levels(*LOW)
@@ -18,26 +20,22 @@ ROWS, PLACES = torch.tensor([2, 0]), torch.tensor([[0, 1], [1, 0]])
 MASK = torch.tensor([[True, False], [False, True], [True, True]])
 
 
-class TwoOperands(nn.Module):
+def with_two_operands(rule):
     """Computes ``rule(fp32 tensor, result of a linear layer, 16 bits)``."""
-
-    def __init__(self, rule):
-        super().__init__()
-        self.linear, self.rule = nn.Linear(2, 2), rule
-        self.base = nn.Parameter(torch.ones(3, 2))
 
     def forward(self, x):
         low = self.linear(x)
         self.low = low.dtype
-        return self.rule(self.base * 2, low)
+        return rule(self.base * 2, low)
+
+    return Body(forward, linear=nn.Linear(2, 2), base=nn.Parameter(torch.ones(3, 2)))
 
 
 def check(rule, level, low, wanted=torch.float32, *, tolerance=2e-2):
     """Checks a rule's dtype, value and gradients against those of the same model in fp32."""
     torch.manual_seed(0)
-    plain = TwoOperands(rule)
-    model = TwoOperands(rule)
-    model.load_state_dict(plain.state_dict())
+    plain = with_two_operands(rule)
+    model = copy.deepcopy(plain)
     x = torch.tensor([[0.5, -1.0], [2.0, 0.25]])
     expected = plain(x)
     expected.pow(2).sum().backward()

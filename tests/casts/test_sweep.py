@@ -8,10 +8,10 @@ import warnings
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from apex._core.op_table import AutocastSpec, OpTable
-from tests.casts.op_rows import Region
+from tests.casts.op_rows import Region, convert
 
 if "STRESS" not in os.environ:
     # The database changes settings of the process: torch.backends' flags, default dtypes' checks.
@@ -53,18 +53,6 @@ INACCURATE = {
 
 def floating(value):
     return [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_floating_point()]
-
-
-def convert(value, *dtypes):
-    left = list(dtypes)
-
-    def one(tensor):
-        if not tensor.is_floating_point():
-            return tensor.detach().clone()
-        dtype = left.pop(0) if len(left) > 1 else left[0]
-        return tensor.detach().to(dtype, copy=True)
-
-    return tree_map_only(Tensor, one, value)
 
 
 def called(fn, call):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from apex import amp
 from tests.compiled.cases import GENERATORS, compiled
 from tests.support.features import TORCH_VERSION
-from tests.support.loops import Body, prepared, same
+from tests.support.loops import Body, InBackward, prepared, same
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -54,21 +54,11 @@ def test_a_dataclass_that_refers_to_itself_is_traced():
 doubled, _ = compiled(lambda x: x + x)
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return doubled(grad)
-
-
 def test_compiled_code_runs_in_a_block_and_in_backward_as_one_graph(session):
     model, optimizer = session
     run, graphs = compiled(model)
     x = torch.randn(3, 4, requires_grad=True)
-    loss = model(Doubled.apply(x)).float().sum()
+    loss = model(InBackward.apply(x, doubled)).float().sum()
     (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         assert same(run(x), model(x))

@@ -74,23 +74,16 @@ def test_a_model_may_be_compiled_before_or_after_initialize(level, compile_model
         assert graphs.frame_count == 1
 
 
-class Average(nn.Module):
+def center(self, x):
     """Keeps a running average of its inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-        self.register_buffer("mean", torch.zeros(4))
-
-    def forward(self, x):
-        self.mean.lerp_(x.detach().mean(0), 0.25)
-        return self.linear(x - self.mean)
+    self.mean.lerp_(x.detach().mean(0), 0.25)
+    return self.linear(x - self.mean)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 def test_a_compiled_part_that_writes_a_buffer_in_16_bits_compiles_whole(level):
     """In the third pass, amp watches such buffers by the operators that code calls."""
-    plain = Average()
+    plain = loops.Body(center, linear=nn.Linear(4, 2), mean=nn.Buffer(torch.zeros(4)))
     part, graphs = cases.compiled(copy.deepcopy(plain))
     ours, reference = (
         loops.prepared(level, model=nn.Sequential(module), loss_scale=1.0)
@@ -122,8 +115,7 @@ def test_masters_that_a_script_writes_reach_compiled_code(level, of, calls):
         if calls:
             optimizer._master_params_to_model_params()
         assert not torch.equal(run(x), before)
-        pairs = zip(model.parameters(), amp.master_params(optimizer), strict=True)
-        assert all(torch.equal(weight, own.to(weight.dtype)) for weight, own in pairs)
+        assert loops.agree(model, optimizer)
 
 
 class WithMethod(nn.Linear):
@@ -198,22 +190,16 @@ def test_methods_of_a_model_compile_as_they_run_in_eager(level, call):
         run(x)
 
 
-class Nested(nn.Module):
+def nested(self, batch, *, scale):
     """Takes and gives nested containers."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-    def forward(self, batch, *, scale):
-        (x, mask), extra = batch["pair"], batch["extra"]
-        return {"y": [self.linear(x) * mask * scale], "extra": extra}
+    (x, mask), extra = batch["pair"], batch["extra"]
+    return {"y": [self.linear(x) * mask * scale], "extra": extra}
 
 
 @torch.no_grad()  # where dynamo reads no gradients of what follows the graph break
 @pytest.mark.parametrize("level", cases.MIXED)
 def test_nested_inputs_and_outputs_are_cast_as_in_eager(level):
-    model, _ = loops.prepared(level, model=Nested())
+    model, _ = loops.prepared(level, model=loops.Body(nested, linear=nn.Linear(2, 2)))
     batch = {"pair": (torch.randn(3, 2), torch.ones(3, 2)), "extra": torch.arange(3)}
     theirs = model(batch, scale=2.0)
     for fullgraph in (True, False):  # the second time with a graph break inside
@@ -224,26 +210,21 @@ def test_nested_inputs_and_outputs_are_cast_as_in_eager(level):
         model.linear.register_forward_hook(lambda *_: torch._dynamo.graph_break())
 
 
-class PartlyOff(nn.Module):
+def partly_off(self, x):
     """Leaves the casts for a part, and enters a prepared model there."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.linear, self.inner = nn.Linear(4, 4), [inner]
-
-    def forward(self, x):
-        before = self.linear(x)
-        with amp.disable_casts():
-            inside = self.linear(x)
-            inner = self.inner[0](x)
-        return before, inside, inner, self.linear(x)
+    before = self.linear(x)
+    with amp.disable_casts():
+        inside = self.linear(x)
+        inner = self.inner[0](x)
+    return before, inside, inner, self.linear(x)
 
 
 @cases.GENERATORS
 @pytest.mark.parametrize("level", cases.MIXED)
 def test_disable_casts_traces(level):
     inner, _optimizer = loops.prepared(level)
-    model = amp.initialize(PartlyOff(inner), opt_level=level, verbosity=0)
+    model = loops.Body(partly_off, linear=nn.Linear(4, 4), inner=[inner])
+    model = amp.initialize(model, opt_level=level, verbosity=0)
     x = torch.randn(3, 4)
     run, graphs = cases.compiled(model)
     assert [y.dtype for y in run(x)] == [y.dtype for y in model(x)]

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules import module as modules
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.loops import Body as Body
 from tests.support.loops import grads
@@ -21,18 +20,6 @@ def overflowing_net():
     net = nn.Sequential(nn.Linear(2, 2), Exp())
     nn.init.constant_(net[0].weight, 60.0)
     return net
-
-
-class Operators(TorchDispatchMode):
-    """Lists the operators inside, as a trace sees them."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def everything(model):

@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from apex import amp
 from apex.debug.watch import arm
-from tests.debug.bodies import Operators
 from tests.support import loops
+from tests.support.host_reads import Operators
 
 
 def bad_step(model, optimizer, **options):

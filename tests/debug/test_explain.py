@@ -12,7 +12,7 @@ from torch import nn
 from apex import amp
 from apex.debug import explain
 from tests.debug.bodies import Body, everything
-from tests.support.loops import net, prepared, same, train, train_step
+from tests.support.loops import InBackward, Recomputed, net, prepared, same, train, train_step
 
 LOW, FULL = "bfloat16", "float32"
 X = torch.ones(3, 4)
@@ -139,41 +139,22 @@ def test_nothing_changes(level, raises):
 
 
 def test_casts_are_off_in_a_backward_pass_as_in_scale_loss():
-    class InFp32(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+    def multiplied(grad):
+        return grad.float() @ torch.eye(4)
 
-        @staticmethod
-        def backward(ctx, grad):
-            return grad.float() @ torch.eye(4)
-
+    model = Body(lambda self, x: InBackward.apply(x * self.w, multiplied), w=nn.Parameter(X))
     with torch.autocast("cpu", torch.bfloat16):
-        found = explain(Body(lambda self, x: InFp32.apply(x * self.w), w=nn.Parameter(X)), X)
+        found = explain(model, X)
     assert row_of(found, "mm", direction="backward").dtype_out == FULL
 
 
-class Recomputed(torch.autograd.Function):
-    """As reversible networks: the backward pass runs the forward again."""
-
-    @staticmethod
-    def forward(ctx, layer, x):
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        return layer(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            (grad,) = torch.autograd.grad(ctx.layer(x.float()).float(), [x], grad)
-        return None, grad
-
-
 def test_a_forward_that_a_backward_pass_runs_again_is_cast_as_in_scale_loss():
-    model = Body(lambda self, x: Recomputed.apply(self.layer, x * self.w), layer=nn.Linear(4, 4))
-    model.w = nn.Parameter(torch.ones(4))
+    """As of reversible networks."""
+
+    def forward(self, x):
+        return Recomputed.apply(self.layer, False, x * self.w)
+
+    model = Body(forward, layer=nn.Linear(4, 4), w=nn.Parameter(torch.ones(4)))
     found = explain(amp.initialize(model, opt_level="O4", verbosity=0), X)
     assert {row.dtypes_in for row in found.ops if row.op == "aten.addmm"} == {("bfloat16",)}
 

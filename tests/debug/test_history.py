@@ -9,8 +9,8 @@ import torch
 
 from apex import amp
 from benchmarks.counting import counted_syncs
-from tests.debug.bodies import Operators
 from tests.support import loops
+from tests.support.host_reads import Operators
 
 
 def norm_of(optimizer):

@@ -29,17 +29,11 @@ WRAPPERS = {
 }
 
 
-class Parts(torch.nn.Module):
+def call_parts(self, x):
     """Calls the parts of a model in place of its forward."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        for part in self.model:
-            x = part(x.to(self.model[0].weight.dtype))
-        return x
+    for part in self.model:
+        x = part(x.to(self.model[0].weight.dtype))
+    return x
 
 
 class TrainStep(DistributedDataParallel):
@@ -53,7 +47,7 @@ class TrainStep(DistributedDataParallel):
 
 
 OTHER_FORWARDS = {
-    "parts": lambda model: DistributedDataParallel(Parts(model)),
+    "parts": lambda model: DistributedDataParallel(loops.Body(call_parts, model=model)),
     "train step": TrainStep,
 }
 

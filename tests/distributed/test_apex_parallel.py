@@ -377,8 +377,7 @@ def test_two_ranks_give_batch_norm_on_the_joined_batch(on_two_ranks, shape, dtyp
 
 
 @pytest.mark.gpu(kernels="gloo copies tensors from the GPU by itself")
-@pytest.mark.parametrize("cut", [3, 0])
-@pytest.mark.parametrize("dtype", [torch.float32, FP16, BF16])
+@loops.every(cut=[3, 0], dtype=[torch.float32, FP16, BF16])
 def test_on_a_gpu_two_ranks_give_batch_norm_on_the_joined_batch(on_two_ranks, dtype, cut):
     results = on_two_ranks(pass_of_rank, (6, 3, 2, 2), dtype, cut, {}, "cuda")
     assert_joined(results, passed(AnyRank, data((6, 3, 2, 2), dtype)), dtype)

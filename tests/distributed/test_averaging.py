@@ -70,8 +70,7 @@ def outer_step(params, start, momentum):
         param.copy_(before)
 
 
-@pytest.mark.parametrize("way", ["optimizer", "averager", "DiLoCo"])
-@pytest.mark.parametrize("level", LEVELS)
+@loops.every(way=["optimizer", "averager", "DiLoCo"], level=LEVELS)
 def test_averages_are_those_of_the_masters_on_all_ranks(on_two_ranks, level, way):
     (weights, masters), (other_weights, other_masters) = on_two_ranks(trained_on, level, way)
     assert loops.same(masters, other_masters)

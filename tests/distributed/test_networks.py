@@ -17,29 +17,26 @@ pytestmark = pytest.mark.distributed
 # -- unused parameters -----------------------------------------------------------------------
 
 
-class Branches(nn.Module):
+def call_in_turn(self, x):
+    self.step += 1
+    return (self.first if self.step % 2 else self.second)(x)
+
+
+def branches():
     """Uses one of two layers, by the step."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.second = nn.Linear(4, 2), nn.Linear(4, 2)
-        self.step = 0
-
-    def forward(self, x):
-        self.step += 1
-        return (self.first if self.step % 2 else self.second)(x)
+    torch.manual_seed(3)
+    return loops.Body(call_in_turn, first=nn.Linear(4, 2), second=nn.Linear(4, 2), step=0)
 
 
 def train_branches(rank, level):
-    model, optimizer = cases.initialized(level, Branches())
+    model, optimizer = cases.initialized(level, branches())
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
     return cases.train_on_data_of(rank, parallel, optimizer, steps=4)
 
 
 def test_unused_parameters_are_found(on_two_ranks, level):
     first = cases.alike(on_two_ranks(train_branches, level))
-    cases.assert_trained_as_one(first, level, Branches(), steps=4)
+    cases.assert_trained_as_one(first, level, branches(), steps=4)
 
 
 # -- parameters that a wrapper ignores -------------------------------------------------------

@@ -63,9 +63,7 @@ def test_an_exception_leaves_what_was_added_to_a_delayed_pass_and_says_so(level)
 
 def test_an_exception_leaves_the_gradients_of_others_as_before_the_block(level):
     """Those of another optimizer, and of a parameter that none steps."""
-    model = loops.Weights("abc")
-    optimizers = [loops.sgd([model.a]), loops.sgd([model.b])]
-    initialize(model, optimizers, level)
+    model, optimizers = loops.two_optimizers(level, "abc", **SCALE)
     model(a=1.0, b=1.0, c=1.0).backward()
     with pytest.raises(KeyError):
         failing_block(model(a=4.0, b=4.0, c=4.0), optimizers[0])
@@ -91,9 +89,7 @@ def test_a_block_that_runs_out_of_memory_at_any_operator_leaves_earlier_gradient
     level, delay_unscale
 ):
     """Its pass also reaches another optimizer, and a parameter that none steps."""
-    model = loops.Weights("abc")
-    optimizers = [loops.sgd([model.a]), loops.sgd([model.b])]
-    initialize(model, optimizers, level)
+    model, optimizers = loops.two_optimizers(level, "abc", **SCALE)
     loops.scaled_backward(model(a=1.0, b=2.0, c=3.0), optimizers)
     for operators in range(100):
         loss = model(a=4.0, b=4.0, c=4.0)
@@ -117,9 +113,7 @@ def test_a_step_inside_a_delayed_block_takes_and_leaves_unscaled_gradients(level
 
 
 def test_gradients_cleared_after_a_delayed_block_are_not_checked_with_those_that_are_left(level):
-    model = loops.Weights()
-    optimizers = [loops.sgd([model.a]), loops.sgd([model.b])]
-    initialize(model, optimizers, level)
+    model, optimizers = loops.two_optimizers(level, **SCALE)
     loops.scaled_backward(model(a=1.0, b=1.0), optimizers, delay_unscale=True)
     optimizers[0].zero_grad()
     model(a=float("inf")).backward()
@@ -152,9 +146,7 @@ BLOCKS = {
 @pytest.mark.parametrize("level", ["O1"])
 def test_an_overflow_in_another_s_block_skips_unless_it_is_cleared(level, moves, steps):
     """In an own block, it skips also if it is cleared."""
-    model = loops.Weights()
-    other, own = loops.sgd([model.a]), loops.sgd([model.b])
-    initialize(model, [other, own], level)
+    model, (other, own) = loops.two_optimizers(level, **SCALE)
     for move in moves.split():
         if move in ("zero", "zeros"):
             own.zero_grad(set_to_none=move == "zero")

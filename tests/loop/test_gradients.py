@@ -342,11 +342,6 @@ def test_many_small_gradients_add_up_in_fp32(level, kind):
     assert [master.grad[0].item() for master in amp.master_params(optimizer)] == [300.0, 300.0]
 
 
-def collected(training):
-    """A list of the gradients, as scripts keep it for ``torch._foreach_`` functions."""
-    return [param.grad for param in training.side("model")]
-
-
 def views_of_a_flat_tensor(training):
     params = training.side("model")
     flat = torch.zeros(sum(map(torch.numel, params)), dtype=params[0].dtype)
@@ -358,9 +353,10 @@ def views_of_a_flat_tensor(training):
 
 @loops.every(compute=["block", "plain"], read=["model", "masters"])
 def test_a_gradient_stays_the_tensor_that_a_script_keeps(level, read, compute):
+    """As for ``torch._foreach_`` functions."""
     training = Training(level)
     training.block(*ONE)
-    kept = collected(training)
+    kept = [param.grad for param in training.side("model")]
     for factors in (TWO, ONE):
         torch._foreach_zero_(kept)
         getattr(training, compute)(*factors)

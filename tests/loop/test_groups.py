@@ -231,8 +231,7 @@ class Tagged(torch.Tensor):
     """A class of tensors, such as a script's own."""
 
 
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
-@pytest.mark.parametrize("kind", [frozenset, UserList, nn.ParameterList])
+@loops.every(level=loops.WITH_MASTERS, kind=[frozenset, UserList, nn.ParameterList])
 def test_a_container_that_cannot_take_masters_is_refused_and_nothing_changes(level, kind):
     model = loops.net()
     optimizer = ManyKinds(model.parameters(), kind)

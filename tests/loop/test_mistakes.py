@@ -422,8 +422,7 @@ CLEARS = {
 }
 
 
-@pytest.mark.parametrize("make_optimizer", [loops.sgd, loops.fused_adamw_of])
-@pytest.mark.parametrize("clear", CLEARS)
+@loops.every(make_optimizer=[loops.sgd, loops.fused_adamw_of], clear=CLEARS)
 @fp16
 def test_gradients_of_a_skipped_step_that_are_not_cleared_are_warned_of(
     level, clear, make_optimizer
@@ -446,10 +445,8 @@ def test_gradients_of_a_skipped_step_that_are_not_cleared_are_warned_of(
 def test_a_loss_that_uses_masters_is_no_mistake(level):
     model, optimizer = loops.prepared(level, loss_scale="dynamic", max_loss_scale=2.0**8)
     for x, y in loops.batches(2):
-        optimizer.zero_grad()
         penalty = sum(master.square().sum() for master in amp.master_params(optimizer))
-        loops.scaled_backward(loops.loss_of(model, x, y) + penalty, optimizer)
-        optimizer.step()
+        loops.descend(loops.loss_of(model, x, y) + penalty, optimizer)
 
 
 @fp16
@@ -581,8 +578,7 @@ def test_a_block_inside_one_of_another_optimizer_leaves_no_hooks_and_hides_no_mi
     first, second = (loops.loss_of(net, *loops.batch()) for net in nets)
     told = pytest.warns(UserWarning, match="inside amp.scale_loss did not start at scaled_loss")
     with told, amp.scale_loss(first, optimizers[0]):
-        with amp.scale_loss(second, optimizers[1]) as scaled_second:
-            scaled_second.backward()
+        loops.scaled_backward(second, optimizers[1])
         first.backward()
     for net in nets:
         assert not any(param._post_accumulate_grad_hooks for param in net.parameters())

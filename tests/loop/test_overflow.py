@@ -49,18 +49,11 @@ def test_an_overflow_of_one_loss_moves_its_scale_and_skips_the_optimizers_given_
     assert scales == [2.0**15 if loss_id == bad else 2.0**16 for loss_id in range(3)]
 
 
-def two_weights(level, **options):
-    """Two weights, with an optimizer each."""
-    model = loops.Weights("ab")
-    optimizers = [loops.sgd([model.a]), loops.sgd([model.b])]
-    amp.initialize(model, optimizers, opt_level=level, verbosity=0, **DYNAMIC, **options)
-    return model, optimizers
-
-
 @loops.every(level=["O1", "O2"], is_first=[True, False], together=[True, False])
 def test_a_check_moves_the_scales_of_the_delayed_passes_too(level, is_first, together):
     """Each of two losses has its scale; the first pass, or the second, overflows from 2**15 on."""
-    model, (first, second) = two_weights(level, num_losses=2, growth_interval=8)
+    options = {**DYNAMIC, "num_losses": 2, "growth_interval": 8}
+    model, (first, second) = loops.two_optimizers(level, **options)
     names = [first, second] if together else [first]
     large = 2.0 if level == "O2" else 2.0**113
     taken = 0
@@ -79,7 +72,7 @@ def test_a_check_moves_the_scales_of_the_delayed_passes_too(level, is_first, tog
 
 @loops.every(level=["O1", "O2"], cleared=[True, False])
 def test_an_overflow_of_an_optimizer_that_the_block_was_not_given_moves_its_scale(level, cleared):
-    model, (given, other) = two_weights(level)
+    model, (given, other) = loops.two_optimizers(level, **DYNAMIC)
     loops.scaled_backward(model(a=0.5, b=torch.inf), given)
     assert loops.loss_scale() == 2.0**16
     if cleared:  # as a GAN's discriminator after the generator's block

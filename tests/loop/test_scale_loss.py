@@ -62,8 +62,7 @@ def test_optimizers_come_in_any_collection_as_in_apex(of):
     models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     named = {str(i): loops.sgd(model.parameters()) for i, model in enumerate(models)}
     amp.initialize(models, [*named.values()], opt_level="O1", verbosity=0)
-    with amp.scale_loss(sum(loops.slope(model, 3.0) for model in models), of(named)) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(sum(loops.slope(model, 3.0) for model in models), of(named))
     assert [model.weight.grad.item() for model in models] == [3.0, 3.0]
 
 

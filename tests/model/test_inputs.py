@@ -448,9 +448,8 @@ class Caching(nn.Linear):
         return y
 
 
-@pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("make", [lambda t: t, lambda t: {"keys": [t]}], ids=["tensor", "nested"])
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@every(level=["O2", "O5"], by_name=[False, True])
 def test_an_argument_that_is_written_in_vain_is_named_once(caplog, level, make, by_name):
     model = converted(Caching(2, 2), level)
     cache = torch.zeros(1, 2)

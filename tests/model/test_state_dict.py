@@ -44,18 +44,6 @@ def test_a_buffer_that_has_changed_its_shape_is_saved_as_it_is():
     assert torch.equal(model.state_dict()["shift"], model.shift.float())
 
 
-def test_one_destination_holds_the_values_of_each_call():
-    model, _ = loops.prepared("O5", model=Tied())
-    states = {}
-    model.state_dict(destination=states, prefix="a.")
-    nn.init.ones_(model.head.weight)
-    model.state_dict(destination=states, prefix="b.")
-    assert (states["b.head.weight"] == 1).all()
-    assert not (states["a.head.weight"] == 1).any()
-    for prefix in "ab":
-        assert torch.equal(states[f"{prefix}.head.weight"], states[f"{prefix}.embed.weight"])
-
-
 def test_keep_vars_leaves_entries():
     model = converted(BufferNet())
     assert model.state_dict(keep_vars=True)["last.weight"] is model.last.weight

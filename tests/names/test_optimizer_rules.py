@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import fused_adam_cuda
-from apex import amp, optimizers
+from apex import optimizers
 from apex.contrib import optimizers as contrib
 from tests.support import fused
-from tests.support.loops import every
+from tests.support.loops import agree, every, prepared
 from tests.support.reference import plain_optimizers
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -178,12 +178,9 @@ def test_contrib_steps_take_gradients_scale_and_outputs(kind, nested):
 
 @every(kind=[contrib.FusedAdam, contrib.FusedSGD])
 def test_contrib_steps_with_given_gradients_reach_a_model_with_masters(kind):
-    model = torch.nn.Linear(2, 2)
-    optimizer = kind(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    model, optimizer = prepared("O5", lambda p: kind(p, lr=0.5), torch.nn.Linear(2, 2))
     optimizer.step(grads=[torch.ones_like(param) for param in model.parameters()])
-    for param, master in zip(model.parameters(), amp.master_params(optimizer), strict=True):
-        assert torch.equal(param, master.bfloat16())
+    assert agree(model, optimizer)
 
 
 @every(mode=[0, 1], correct=[0, 1])

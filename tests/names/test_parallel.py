@@ -162,9 +162,7 @@ def test_what_cannot_be_converted_is_refused_and_nothing_changes():
     with pytest.raises(ValueError, match="with a parametrization"):
         parallel.convert_syncbn_model(model)
     assert type(model[0]) is nn.BatchNorm1d
-    layer = nn.BatchNorm1d(2)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    amp.initialize(layer, optimizer, opt_level="O2", verbosity=0)
+    layer, _optimizer = loops.prepared("O2", model=nn.BatchNorm1d(2))
     with pytest.raises(ValueError, match="prepared on its own"):
         parallel.convert_syncbn_model(layer)
 

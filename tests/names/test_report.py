@@ -70,9 +70,7 @@ def test_an_overflow_is_one_line_for_each_pass(capsys, level):
 
 def skip(optimizer, model, value, times):
     for _ in range(times):
-        optimizer.zero_grad()
-        scaled_backward((model.last.weight * value).sum(), optimizer)
-        optimizer.step()
+        loops.descend((model.last.weight * value).sum(), optimizer)
 
 
 @pytest.mark.parametrize(("level", "value"), [("O1", torch.inf), ("O1", NAN), ("O2", NAN)])
@@ -136,9 +134,7 @@ def test_levels_that_the_cpu_computes_do_not_warn_and_an_error_changes_nothing(m
 def test_a_loss_that_is_not_finite_is_said_once_where_nothing_skips(level, times, values, caplog):
     model, optimizer = prepared(level, model=Net())
     for value in values:
-        optimizer.zero_grad()
-        scaled_backward(small_loss(model) * value, optimizer)
-        optimizer.step()
+        loops.descend(small_loss(model) * value, optimizer)
     found = [text for text in caplog.messages if "is inf or NaN" in text]
     assert len(found) == times
     assert all("`python -m apex trace train.py`" in text for text in found)

@@ -17,10 +17,6 @@ from benchmarks.race import Times
 from tests.support.loops import every
 
 
-def small_task():
-    return Task(small_model, small_batch, fused_adamw)
-
-
 def small_model():
     return nn.Linear(64, 64)
 
@@ -53,7 +49,8 @@ def test_device_work_counts_nothing():
 def test_amp_stores_what_the_level_needs_and_no_more(level, count):
     params = sum(param.numel() for param in small_model().parameters())
     # The batch and some scalars add 0.3 bytes; a hidden copy of anything would add 2 or more.
-    assert count(small_task(), level) / params == pytest.approx(memory.BYTES[level], abs=1.0)
+    task = Task(small_model, small_batch, fused_adamw)
+    assert count(task, level) / params == pytest.approx(memory.BYTES[level], abs=1.0)
 
 
 def test_ratios_are_taken_round_by_round():

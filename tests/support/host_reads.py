@@ -1,4 +1,4 @@
-"""Counts the reads of device values on the host, and forbids waits for a device."""
+"""Lists operators, counts the reads of device values, and forbids waits for a device."""
 
 import sys
 from contextlib import contextmanager
@@ -9,18 +9,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support import loops
 
 
-class HostReads(TorchDispatchMode):
-    """Counts the operators that hand a tensor's value to the host."""
-
-    READS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::item", "aten::equal")
+class Operators(TorchDispatchMode):
+    """Lists the operators inside, as a trace sees them."""
 
     def __init__(self):
         super().__init__()
-        self.count = 0
+        self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func._schema.name in self.READS
+        self.names.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+class HostReads(Operators):
+    """Counts the operators that hand a tensor's value to the host."""
+
+    READS = ("aten._local_scalar_dense.", "aten.is_nonzero.", "aten.item.", "aten.equal.")
+
+    @property
+    def count(self):
+        return sum(name.startswith(self.READS) for name in self.names)
 
 
 def reads_of(model, optimizer, train, steps=3):

@@ -91,6 +91,39 @@ class Body(nn.Module):
         return self.function(self, *args, **kwargs)
 
 
+class InBackward(torch.autograd.Function):
+    """Gives what it gets, and as the gradient what ``rule`` makes of the one that arrives."""
+
+    @staticmethod
+    def forward(ctx, x, rule):
+        ctx.rule = rule
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.rule(grad), None
+
+
+class Recomputed(torch.autograd.Function):
+    """Runs ``block`` again in the backward pass, as many programs' own checkpoints do."""
+
+    @staticmethod
+    def forward(ctx, block, own_pass, x, *params):
+        ctx.block, ctx.own_pass, ctx.inputs = block, own_pass, (x, *params)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.inputs[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.block(x)
+        if ctx.own_pass:
+            out.backward(grad)
+            return None, None, x.grad, *[None] * len(ctx.inputs[1:])
+        return None, None, *torch.autograd.grad(out, (x, *ctx.inputs[1:]), grad)
+
+
 def conv_net():
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -135,6 +168,13 @@ def one_weight(level, **options):
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     return prepared(level, lambda params: sgd(params, lr=0.125), model, **options)
+
+
+def two_optimizers(level, names="ab", **options):
+    """Weights of which each of the first two has an optimizer of its own, prepared."""
+    model = Weights(names)
+    optimizers = [sgd([model.a]), sgd([model.b])]
+    return amp.initialize(model, optimizers, opt_level=level, **{"verbosity": 0, **options})
 
 
 def slope(model, value):
