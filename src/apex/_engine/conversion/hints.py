@@ -23,8 +23,8 @@ _COMPUTES = (
     "What to do:\n"
     "- a tensor created inside forward(), or passed to another method: cast it, as in "
     "x.to(self.linear.weight.dtype)\n"
-    "- an operator without a 16-bit kernel: keep its module in fp32, "
-    "amp.initialize(..., fp32_modules=[...]), by name or type, such as "
+    "- an operator without a 16-bit kernel, or a module that casts its input to fp32 itself: keep "
+    "the module in fp32, amp.initialize(..., fp32_modules=[...]), by name or type, such as "
     "torch.nn.utils.parametrize.ParametrizationList"
 )
 _NO_ROOM = (
