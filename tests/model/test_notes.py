@@ -189,11 +189,12 @@ def test_the_line_keeps_them_exact_and_single_writes_are_not_meant(caplog):
 
 
 class Momentum(nn.Module):
-    """A student, and a teacher that follows it by a moving average."""
+    """A student, and a teacher that follows it by a moving average, behind a table that stays."""
 
     def __init__(self, how="in place", inside=True):
         super().__init__()
         self.how, self.inside = how, inside
+        self.table = nn.Parameter(torch.ones(4), requires_grad=False)
         self.student = nn.Linear(4, 4)
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
 
@@ -221,8 +222,6 @@ def test_a_momentum_teacher_is_named_once_with_the_line(caplog, level, how, insi
     after = (lambda model: None) if inside else Momentum.follow
     train_prepared(Momentum(how, inside), level=level, after=after, loss_scale=1.0, steps=6)
     named_once(caplog, "teacher.weight", "fp32_modules=['teacher']")
-    is_sampled = how == "data in place"
-    assert ("name the modules of all" in caplog.text) is is_sampled
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

@@ -1,8 +1,8 @@
 """What a 16-bit model loses: small changes of buffers, writes into cast arguments, whole numbers.
 
 The first forward passes show what is lost, by the version counters of tensors and without a host
-sync. torch does not count writes through ``tensor.data``. So samples of the buffers, and of one
-weight that no optimizer trains, are compared between passes, too.
+sync. torch does not count writes through ``tensor.data``. So samples of tensors are compared
+between passes, too.
 """
 
 from __future__ import annotations
@@ -37,9 +37,6 @@ _AVERAGE = "Average plain = copy.copy(model), the fp32 model that shares the mas
 _LEAVE_OUT = "A model that no optimizer trains stays in fp32 if amp.initialize does not get it."
 """The fix for weights of a model of its own: the options apply to all models of a call."""
 
-_OTHERS = "amp compares this weight only: name the modules of all that are written like it."
-"""What to add for writes through ``tensor.data``."""
-
 _Arguments = dict[Any, Any]
 """A call's arguments by name; those in ``*args`` by position."""
 
@@ -48,6 +45,9 @@ _FORWARDS = 256
 
 A model that writes to its buffers in training does so from the first passes.
 """
+
+_COMPARISONS = 2**12
+"""Budget of comparisons of samples, which take some 30 us each."""
 
 
 def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -119,6 +119,8 @@ class Writes:
         self.left = _FORWARDS
         # By name: the tensor's version at the last pass, and whether the pass before saw another.
         self._versions: dict[str, tuple[tuple[int, int], bool]] = {}
+        # What is left of the budget of comparisons.
+        self._comparisons_left = _COMPARISONS
         # By name: a sample at the last pass, and the tensor's versions then.
         self._samples: dict[str, tuple[object, Tensor]] = {}
         # By name: whether the sample has changed since the pass before.
@@ -161,11 +163,9 @@ class Writes:
         lost: list[str] = []
         buffers: dict[str, Tensor] = {}
         versions: dict[str, int] = {}
-        are_others_unseen = False
         for name, tensor, is_counted in self._written_again(model, state):
             if isinstance(tensor, nn.Parameter):
                 lost.append(name)
-                are_others_unseen |= not is_counted
                 continue
             buffers[name] = tensor
             if is_counted:
@@ -185,10 +185,17 @@ class Writes:
         else:
             yield
         if lost:
-            options = [_fp32_options(model, lost)]
-            if are_others_unseen:
-                options.append(_OTHERS)
-            self._tell_lost(model, lost, options if buffers else [*options, _LEAVE_OUT])
+            options = _fp32_options(model, lost)
+            if not buffers:
+                options = f"{options} {_LEAVE_OUT}"
+            self.tell(
+                "tensors",
+                "amp: %s updates 16-bit tensors during training, so small changes are lost (a "
+                "running average stops moving, a bf16 counter sticks at 256): %s. %s",
+                type(model).__name__,
+                ", ".join(lost[:4]),
+                options,
+            )
         self._check_arguments(model, _by_name(names, given), arguments, passed)
 
     def _written_again(
@@ -200,7 +207,6 @@ class Writes:
         buffers. Each comes with its name, and whether torch has counted the writes.
         """
         watched = _watched(model, state)
-        is_sampled = False
         for name, tensor in watched.items():
             pair = master_table.pair_of(tensor)
             writes = tensor._version if pair is None else pair.model_writes
@@ -210,11 +216,9 @@ class Writes:
             self._versions[name] = version, is_changed
             if is_changed and was_changed:
                 yield name, tensor, True
-            is_weight = isinstance(tensor, nn.Parameter)
-            is_strided = tensor.layout is torch.strided
-            if is_strided and not (is_weight and is_sampled):
+            if self._comparisons_left > 0 and tensor.layout is torch.strided:
+                self._comparisons_left -= 1
                 self._send_comparison(name, (tensor._version, version), tensor)
-                is_sampled |= is_weight
         for name in self._names_of_changed_samples():
             if name in watched:
                 yield name, watched[name], False
@@ -317,16 +321,6 @@ class Writes:
                 "error, or loses small updates. %s",
                 _AVERAGE,
             )
-
-    def _tell_lost(self, model: nn.Module, names: Sequence[str], options: Sequence[str]) -> None:
-        self.tell(
-            "tensors",
-            "amp: %s updates 16-bit tensors during training, so small changes are lost (a running "
-            "average stops moving, a bf16 counter sticks at 256): %s. %s",
-            type(model).__name__,
-            ", ".join(names[:4]),
-            " ".join(options),
-        )
 
     def tell(self, what: str, text: str, *args: object) -> None:
         """Logs a warning, once for each ``what``."""
