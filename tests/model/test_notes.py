@@ -129,6 +129,17 @@ def by_data_in_place(self, new):
     self.average.data.mul_(0.9).add_(new, alpha=0.2)
 
 
+def by_rows(self, new):
+    rows = torch.tensor([2, 0])
+    average = self.average.index_select(0, rows).mul_(0.99).add_(new[rows] * 0.01)
+    self.average.index_copy_(0, rows, average)
+
+
+def by_mask(self, new):
+    mask = torch.tensor([True, False, True, False])
+    self.average.copy_(torch.where(mask, 0.99 * self.average + 0.01 * new, self.average))
+
+
 def by_alias(self, new):
     self.average.detach()[:2].mul_(0.9).add_(new[:2], alpha=0.2)
 
@@ -136,6 +147,9 @@ def by_alias(self, new):
 AVERAGES = {
     "alias": by_alias,
     "data in place": by_data_in_place,
+    "mask": by_mask,
+    "rows": by_rows,
+    "rows added": lambda self, new: self.average.index_add_(0, torch.tensor([1]), new[:1]),
     "in place": lambda self, new: self.average.lerp_(new, 0.01),
     "assigned": by_assignment,
     "data": by_data,
