@@ -170,3 +170,21 @@ def test_a_step_may_get_its_gradients_as_arguments():
         model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
         optimizer.step(grads=[param.grad for param in model.parameters()])
     assert "No step found a gradient" not in str(trace)
+
+
+def test_what_an_overflow_leaves_of_a_gradient_is_not_judged():
+    """The smallest element is left, of which more digits are lost than of the others."""
+    x = torch.tensor([1.001, 10.0, 20.0, 30.0]).half().requires_grad_()
+    with amp.debug.trace_rounding() as found:
+        ((x * 1.0003 - 1.0).float().square() * 1e5).sum().backward()
+    assert x.grad.isfinite().tolist() == [True, False, False, False]
+    assert not found.lost
+
+
+def test_amp_s_own_checks_are_no_operators_of_a_model():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.register_buffer("positions", torch.arange(1000.0))
+    with amp.debug.trace_rounding(model) as found:
+        amp.initialize(model, opt_level="O5", verbosity=0)
+        model(torch.ones(2, 4))
+    assert not found.lost

@@ -77,6 +77,20 @@ def test_a_model_may_keep_its_activations():
     assert model.features == [features]
 
 
+def test_an_error_that_no_module_repairs_is_no_all_clear():
+    torch.manual_seed(0)
+    positions = nn.Buffer(torch.arange(512.0))
+
+    def forward(self, x):
+        return self.embed(self.positions.long()) * x
+
+    model = Body(forward, embed=nn.Embedding(520, 4), positions=positions)
+    found = amp.debug.suggest_fp32(model, torch.randn(512, 4))
+    assert found.modules == []
+    assert "No module in fp32 repairs the error" in found.verdict
+    assert "fp32_buffers" in found.verdict
+
+
 def test_a_fault_outside_of_modules_is_noted():
     torch.manual_seed(0)
     model = Body(lambda self, x: shift(self.linear(x)), linear=nn.Linear(8, 8))

@@ -310,6 +310,25 @@ def test_gradients_that_are_all_0_are_no_all_clear(trace):
         check(trace(body, options=[option]), cli.NOT_FINITE, said)
 
 
+@pytest.mark.parametrize("level", ["O1", "O4", "O5"])
+def test_weights_that_never_get_a_gradient_are_named(trace, level):
+    body = f"""
+        from apex import amp
+        net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        net[0].bias.requires_grad_(False)
+        nn.init.zeros_(net[2].weight)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        net, optimizer = amp.initialize(net, optimizer, opt_level="{level}", verbosity=0)
+        for _ in range(2):
+            with amp.scale_loss(net(torch.ones(2, 2)).mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    said = "No gradient but 0 in any step: 0.weight, 0.bias."
+    check(trace(body, options=["--updates"]), cli.OK, said)
+
+
 UNDERFLOW = """
 from apex import amp
 
@@ -338,7 +357,7 @@ def test_gradients_that_all_underflow_are_named_with_a_remedy(trace):
     )
     check(trace(UNDERFLOW, options=["--digits"]), cli.NOT_FINITE, *words)
     traced = trace(UNDERFLOW, options=["--updates"])
-    check(traced, cli.NOT_FINITE, "`apex trace --digits` looks for these.")
+    check(traced, cli.NOT_FINITE, "`apex trace --digits` looks for the former")
 
 
 CUTS = [

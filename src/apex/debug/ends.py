@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes
 from apex._core.param_groups import params_of
+from apex._engine.masters import pair_of_master
 from apex._torch.dispatch_modes import suspend_modes
 from apex.debug.common import listed
 from apex.debug.place import Place
@@ -36,6 +37,8 @@ class GradientEnds(Trace):
         # Whether an optimizer has stepped, and whether one has found a gradient that is not 0.
         self._has_stepped = False
         self._has_gradients = False
+        # By ``id``: the names of the parameters in steps, ``""`` after a gradient that is not 0.
+        self._untrained: dict[int, str] = {}
 
     @property
     def cut_off(self) -> str:
@@ -49,7 +52,10 @@ class GradientEnds(Trace):
         elif self._ends_in_zeros:
             text = f"{self._op} {place.where} returned zeros in {self._dtype}.\n{place.shown}"
             if self._dtype == "float16":
-                text += "\nNumbers below 3e-8 are 0 there: `apex trace --digits` looks for these."
+                text += (
+                    "\nNumbers below 3e-8 are 0 there, and so is 1 / inf: `apex trace --digits` "
+                    "looks for the former, `apex trace` for the latter."
+                )
         else:
             text = f"backward passes end {place.where}.\n{place.shown}\n{_BEFORE}"
         names = [*filter(None, self._reached)]
@@ -57,6 +63,11 @@ class GradientEnds(Trace):
             text += f"\nGradients reach {listed(names)}: not the optimizer's, or cleared before."
             return f"No step found a gradient: {text}"
         return f"No weight got a gradient: {text}"
+
+    @property
+    def untrained(self) -> list[str]:
+        """Names of the parameters in steps that have had no gradient other than 0."""
+        return [*filter(None, self._untrained.values())]
 
     def _after(self, call: Call, before: Any, result: Any) -> None:
         """Records the operator, if it is the last one so far of a backward pass."""
@@ -81,8 +92,15 @@ class GradientEnds(Trace):
         super()._leave_step(optimizer)
         self._has_stepped = True
         with suspend_modes():
-            gradients = [param.grad for param in params_of(optimizer)]
-            self._has_gradients |= _has_values([gradients, given])
+            self._has_gradients |= _has_values(given)
+            for param in params_of(optimizer):
+                pair = pair_of_master(param)
+                weight = param if pair is None else pair.model
+                name = self._tracker.parameters.get(weight, "")
+                self._untrained.setdefault(id(param), name)
+                if _has_values(param.grad):
+                    self._has_gradients = True
+                    self._untrained[id(param)] = ""
 
 
 def _has_values(gradients: Any) -> bool:

@@ -39,6 +39,9 @@ _EXPLAINED = 1.1
 _REPRODUCIBLE = 1e-3
 """Largest error between two runs in fp32."""
 
+_USUAL = 0.3
+"""Largest error of the gradients of healthy models in bf16."""
+
 _NEGLIGIBLE = 1e-3
 """Gradients below this share of the largest do not count."""
 
@@ -154,6 +157,11 @@ class Suggestion:
                 "modules were tried. amp.debug.trace_overflow(model) names the operator."
             )
         before = common.percent(self.error_before)
+        if not self.modules and self.error_before > _USUAL:
+            return (
+                f"No module in fp32 repairs the error of the gradients at O5, {before}. Buffers "
+                "and arguments are rounded, too: see amp.initialize's fp32_buffers and fp32_inputs."
+            )
         if not self.modules:
             return f"No module needs fp32 at O5: error of the gradients {before}."
         return (

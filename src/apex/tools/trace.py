@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from apex._core.param_groups import params_of
 from apex._torch.dispatch_modes import suspend_modes
 from apex.debug.check import FrozenUpdates
-from apex.debug.common import counted, json_types
+from apex.debug.common import counted, json_types, listed
 from apex.debug.ends import GradientEnds
 from apex.debug.overflow import headed, hit_lines
 from apex.debug.rounding import RoundingTrace
@@ -93,6 +93,8 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
     if ends.cut_off and not digits:
         text = ends.cut_off
     lines = [f"apex trace: {script.name}", text]
+    if ends.untrained and not ends.cut_off:
+        lines.append(f"No gradient but 0 in any step: {listed(ends.untrained)}.")
     if not is_finite:
         lines.append(
             "The weights hold inf or NaN after the last step, of which these figures say nothing: "

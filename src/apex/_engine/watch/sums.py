@@ -14,12 +14,37 @@ from apex._torch.dynamo import is_compiling
 
 # Operators by which an average or a counter becomes its next value, and by which values move.
 _SUMS = frozenset(
-    ["add", "sub", "mul", "div", "true_divide", "lerp", "addcmul", "addcdiv"]
-    + ["index_add", "scatter_add"]
+    [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "true_divide",
+        "lerp",
+        "addcmul",
+        "addcdiv",
+        "index_add",
+        "scatter_add",
+    ]
 )
 _MOVES = frozenset(
-    ["to", "float", "half", "bfloat16", "type", "clone", "getitem", "setitem"]
-    + ["gather", "index_copy", "index_put", "index_select", "masked_scatter", "scatter", "where"]
+    [
+        "to",
+        "float",
+        "half",
+        "bfloat16",
+        "type",
+        "clone",
+        "getitem",
+        "setitem",
+        "gather",
+        "index_copy",
+        "index_put",
+        "index_select",
+        "masked_scatter",
+        "scatter",
+        "where",
+    ]
 )
 _REPLACES = frozenset(["copy", "zero", "fill", "set"])
 

@@ -50,6 +50,7 @@ _COMPARISONS = 2**12
 """Budget of comparisons of samples, which take some 30 us each."""
 
 
+@suspend_modes()  # a trace would list these operators as the model's
 def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Logs the buffers whose order rounding loses, such as positions above 256.
 
