@@ -325,7 +325,7 @@ def test_weights_that_never_get_a_gradient_are_named(trace, level):
             optimizer.step()
             optimizer.zero_grad()
     """
-    said = "No gradient but 0 in any step: 0.weight, 0.bias."
+    said = "No step found a gradient other than 0 for 0.weight, 0.bias."
     check(trace(body, options=["--updates"]), cli.OK, said)
 
 

@@ -92,7 +92,9 @@ class GradientEnds(Trace):
         super()._leave_step(optimizer)
         self._has_stepped = True
         with suspend_modes():
-            self._has_gradients |= _has_values(given)
+            if _has_values(given):  # instead of the parameters' own
+                self._has_gradients = True
+                return
             for param in params_of(optimizer):
                 pair = pair_of_master(param)
                 weight = param if pair is None else pair.model

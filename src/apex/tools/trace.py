@@ -94,7 +94,7 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
         text = ends.cut_off
     lines = [f"apex trace: {script.name}", text]
     if ends.untrained and not ends.cut_off:
-        lines.append(f"No gradient but 0 in any step: {listed(ends.untrained)}.")
+        lines.append(f"No step found a gradient other than 0 for {listed(ends.untrained)}.")
     if not is_finite:
         lines.append(
             "The weights hold inf or NaN after the last step, of which these figures say nothing: "

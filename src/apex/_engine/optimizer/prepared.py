@@ -96,7 +96,7 @@ class PreparedOptimizer:
         # What observers have put on its parameters, until it is plain again.
         self.until_plain = ExitStack()
         # Whether its first block has begun.
-        self._is_used = False
+        self._has_begun = False
         # Steps so far, skipped ones included.
         self.steps = 0
         # An optimizer inside another steps as a part of its step.
@@ -181,10 +181,10 @@ class PreparedOptimizer:
 
     def begin_first_block(self) -> None:
         """Checks its models and finds their wrappers, but only in its first block."""
-        if not self._is_used:
+        if not self._has_begun:
             self.session.check_shards()
             wrappers.find(self.trained_params())
-            self._is_used = True
+            self._has_begun = True
 
     def begin_pass(self, begun: Pass, *, in_place: bool) -> None:
         """Prepares the gradients for a pass that was given the optimizer, or that may reach it."""
