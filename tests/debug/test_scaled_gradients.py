@@ -99,6 +99,16 @@ def test_a_clip_of_masters_inside_the_block_is_named():
         assert (trace.first.op, trace.first.cause) == ("aten._foreach_mul_", "scaled gradients")
 
 
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_a_grad_scaler_that_is_left_in_is_to_be_removed_where_bf16_needs_none(level):
+    model, optimizer = loops.prepared(level, model=nn.Linear(4, 2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with trace_overflow(model) as trace:
+        scaler.scale(model(torch.ones(2, 4)).mean()).backward()
+        optimizer.step()
+    assert "remove the GradScaler" in trace.first.remedy
+
+
 @pytest.mark.filterwarnings("ignore:scaled_loss.backward.. was called after the end")
 @pytest.mark.parametrize("level", loops.DYNAMIC)
 def test_a_backward_pass_behind_its_block_is_told_to_move_into_it(level):
