@@ -125,27 +125,17 @@ class WithMethod(nn.Linear):
         return nn.functional.linear(x.to(self.weight.dtype), self.weight)
 
 
-class Projects(nn.Module):
-    """A part of it is prepared."""
-
-    def __init__(self, part):
-        super().__init__()
-        self.part = part
-
-    def forward(self, x):
-        return self.part.project(x)
-
-
 @loops.every(level=loops.WITH_MASTERS, exports=[False, True])
 def test_masters_that_a_script_writes_reach_the_method_that_other_code_calls(level, exports):
     model, optimizer = loops.prepared(level, model=WithMethod(4, 4))
     x = torch.randn(3, 4)
-    project, _ = cases.compiled(Projects(model))
+    whole = loops.Body(lambda self, x: self.part.project(x), part=model)
+    project, _ = cases.compiled(whole)
     project(x)
     for param in amp.master_params(optimizer):
         param.data.mul_(0.5)
     if exports:
-        project = torch.export.export(Projects(model), (x,)).module()
+        project = torch.export.export(whole, (x,)).module()
     projected = project(x)
     assert loops.same(projected, model.project(x))
 

@@ -157,7 +157,7 @@ def held_by(models: Sequence[nn.Module], optimizers: Iterable[Optimizer]) -> Ite
             yield Held(prefix + name, "buffer", buffer)
     for optimizer in optimizers:
         for param in params_of(optimizer):
-            weight = getattr(param, "_apex_model", param)  # of a master, its model's parameter
+            weight = weight_of(param)
             name = names.get(weight, "(a parameter of another model)")
             if weight is not param:
                 yield Held(name, "master", param)
@@ -165,6 +165,12 @@ def held_by(models: Sequence[nn.Module], optimizers: Iterable[Optimizer]) -> Ite
                 yield from _with_gradient(name, weight)
             for key, value in optimizer.state.get(param, {}).items():
                 yield Held(name, f"state {key}", value)
+
+
+def weight_of(param: Tensor) -> Tensor:
+    """Returns the model's parameter of a master; others unchanged."""
+    weight: Tensor = getattr(param, "_apex_model", param)
+    return weight
 
 
 def _with_gradient(name: str, param: Tensor) -> Iterator[Held]:

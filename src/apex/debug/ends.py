@@ -8,9 +8,8 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes
 from apex._core.param_groups import params_of
-from apex._engine.masters import pair_of_master
 from apex._torch.dispatch_modes import suspend_modes
-from apex.debug.common import listed
+from apex.debug.common import listed, weight_of
 from apex.debug.place import Place
 from apex.debug.tracing import Call, Trace, dense, floating
 
@@ -96,9 +95,7 @@ class GradientEnds(Trace):
                 self._has_gradients = True
                 return
             for param in params_of(optimizer):
-                pair = pair_of_master(param)
-                weight = param if pair is None else pair.model
-                name = self._tracker.parameters.get(weight, "")
+                name = self._tracker.parameters.get(weight_of(param), "")
                 self._untrained.setdefault(id(param), name)
                 if _has_values(param.grad):
                     self._has_gradients = True

@@ -342,17 +342,12 @@ class Results:
         self._result = result
         self._place = place
         self.pairs: list[Pair] = []
-        # Whether each has overflowed, so that few elements are left to judge.
-        self._overflowed: list[bool] = []
         overflows = False
         for low, high in call.run(call.shadows, result):
             if low.shape != high.shape:
                 raise NoVerdictError("its result has another shape in fp32")
-            is_infinite = bool(kind_of(low))
-            is_new = is_infinite and not kind_of(high)
-            overflows |= is_new
-            # In a forward pass, both may be infinite by intention, as a mask.
-            self._overflowed.append(is_new or (is_infinite and place.direction == "backward"))
+            if kind_of(low) and not kind_of(high):
+                overflows = True
             shadow = rules.comparable(call.own, low, high)
             self.pairs.append(Pair(low, shadow))
         self.overflows = overflows and not any(map(kind_of, floating(call.own.arguments)))
@@ -377,8 +372,10 @@ class Results:
         if base.startswith(_FIRST_RESULT):
             first = len(self._call.own.written)  # behind the running statistics
             indices = range(first, first + 1)
+        # An overflow leaves few elements to judge. In a forward pass, infinities may be a mask.
+        is_overflow = self.overflows or self._place.direction == "backward"
         for index in indices:
-            if not self._overflowed[index]:
+            if not (is_overflow and kind_of(self.pairs[index].low)):
                 yield self._verdict(index)
 
     def _verdict(self, index: int) -> Verdict:

@@ -185,11 +185,10 @@ class _Method:
     def __get__(self, model: Any, cls: type) -> Any:
         function = getattr(self._base, self._name)  # now, as scripts replace methods
         state = _own_state(model)
-        if torch.compiler.is_dynamo_compiling():  # false in Python that dynamo itself calls
-            state.follow_masters()
-            return functools.partial(function, model)  # dynamo cannot trace MethodType
         if is_compiling():
             state.follow_masters()
+            if torch.compiler.is_dynamo_compiling():  # false in Python that dynamo itself calls
+                return functools.partial(function, model)  # dynamo cannot trace MethodType
             return MethodType(function, model)
         if is_exporting_onnx():
             raise RuntimeError(_ONNX)

@@ -126,8 +126,8 @@ class Writes:
         self._samples: dict[str, tuple[object, Tensor]] = {}
         # By name: whether the sample has changed since the pass before.
         self._changes = Readback[str]()
-        # The names of those that had changed one reading before.
-        self._changed = set[str]()
+        # By name: whether the last reading said so.
+        self._was_changed: dict[str, bool] = {}
         # The topics of the warnings so far.
         self._told = set[str]()
         # By the argument's name: a whole number that 16 bits do not hold.
@@ -239,12 +239,9 @@ class Writes:
     def _names_of_changed_samples(self) -> Iterator[str]:
         """Yields what changed twice in a row, without a counted write."""
         for name, (is_changed,) in self._changes.poll():
-            if is_changed and name in self._changed:
+            if is_changed and self._was_changed.get(name):
                 yield name
-            if is_changed:
-                self._changed.add(name)
-            else:
-                self._changed.discard(name)
+            self._was_changed[name] = bool(is_changed)
 
     @suspend_modes()
     def _check_arguments(
@@ -344,19 +341,19 @@ def _watched(model: nn.Module, state: ModelState) -> dict[str, Tensor]:
     """Returns the 16-bit weights that no optimizer trains and, in training, buffers, by name."""
     stepped = _stepped()
     has_optimizers = bool(optimizers_of(state.session))
-    untrained: list[tuple[str, Tensor]] = []
+    tensors: list[tuple[str, Tensor]] = []
     for name, param in named_parameters(model):
         is_trained = id(param) in stepped
         if master_table.pair_of(param) is None and param.requires_grad and has_optimizers:
             is_trained = True
         if not is_trained:
-            untrained.append((name, param))
+            tensors.append((name, param))
     if model.training:
-        untrained += model.named_buffers()
+        tensors += model.named_buffers()
     watched: dict[str, Tensor] = {}
-    for name, tensor in untrained:
-        is_counted = dtypes.is_low_precision(tensor) and not tensor.is_inference()
-        if is_counted and is_readable(tensor):
+    for name, tensor in tensors:
+        has_version = not tensor.is_inference()
+        if dtypes.is_low_precision(tensor) and has_version and is_readable(tensor):
             watched[name] = tensor
     return watched
 
