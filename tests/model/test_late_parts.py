@@ -1,5 +1,6 @@
 """What a prepared model is given or told later: heads, buffers, devices, dtypes, compilation."""
 
+import types
 from unittest.mock import MagicMock
 
 import pytest
@@ -194,6 +195,20 @@ def test_an_operator_without_a_16_bit_kernel_is_told_with_the_remedy(level, of):
     model, _ = prepare(level, body)
     with pytest.raises(RuntimeError, match=r"operator without a 16-bit kernel(.|\n)*fp32_modules"):
         model(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_an_operator_of_a_library_that_casts_give_16_bits_is_told_with_the_remedy(level):
+    # A kernel that is in no autocast's list, as those of extensions are not.
+    library = types.SimpleNamespace(run=lambda x: torch.ops.aten._linalg_det(x)[0])
+    body = loops.Body(lambda self, x: library.run(self.linear(x)), linear=nn.Linear(4, 4))
+    model, _ = prepare(level, body)
+    with pytest.raises(RuntimeError, match=r"x.float\(\)(.|\n)*register_float_function"):
+        model(torch.ones(4, 4))
+    amp.restore(model)
+    amp.register_float_function(library, "run")
+    model, _ = prepare(level, body)
+    assert model(torch.ones(4, 4)).dtype is torch.float32
 
 
 def test_an_input_that_no_level_casts_gets_torch_s_own_error(level):

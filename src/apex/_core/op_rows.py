@@ -67,7 +67,7 @@ linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu l
 linalg_lu_factor_ex linalg_lu_solve linalg_matrix_rank linalg_matrix_rank.tol_tensor
 linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor linalg_matrix_sqrth
 linalg_polar linalg_qr linalg_slogdet linalg_solve linalg_solve_ex linalg_solve_triangular
-linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve
+linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve linalg_vander logdet
 fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft
 fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn
 special_zeta special_chebyshev_polynomial_t special_chebyshev_polynomial_u
@@ -75,6 +75,10 @@ special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_hermite_po
 special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p
 special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
 special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
+special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
+special_erfcx special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1
+special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri
+special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0
 """
 """fp32 rows that have no kernel in bf16, and most none in fp16."""
 
@@ -139,7 +143,6 @@ OPERATORS: Mapping[str, str] = {
     "pinverse": PINVERSE,
     "det": "linalg_det",
     "lu_solve": "linalg_lu_solve",
-    "logdet": "linalg_slogdet",
     "slogdet": "linalg_slogdet",
     "__rpow__": "pow.Scalar pow.Tensor_Tensor",
 }

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from apex._core import dtypes
+from apex._core.policy import Policy
 from apex._engine.conversion.plan import ModelPlan, planned_dtypes
 from apex._torch import errors
 
@@ -27,6 +28,13 @@ _COMPUTES = (
     "the module in fp32, amp.initialize(..., fp32_modules=[...]), by name or type, such as "
     "torch.nn.utils.parametrize.ParametrizationList"
 )
+_CASTS = (
+    _PREPARED + "{model} to compute products in 16 bits, and this operator does not take what "
+    "they return. What to do:\n"
+    "- cast where you call it: x.float()\n"
+    "- or let amp cast the arguments of your function that calls it: "
+    "amp.register_float_function(module, 'function') before amp.initialize"
+)
 _NO_ROOM = (
     _PREPARED + "{model} to compute in 16 bits, which cannot represent the value. What to do:\n"
     "- take the number from the tensor itself: "
@@ -37,8 +45,8 @@ _NO_ROOM = (
 )
 
 
-def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
-    """Adds the fix to the text of an error that torch raised because of the plan's dtypes."""
+def explain(model: nn.Module, plan: ModelPlan, policy: Policy, error: RuntimeError) -> None:
+    """Adds the fix to the text of an error that torch raised because of amp's dtypes."""
     fault = errors.fault_of_16_bits(error)
     text = str(error)
     if fault is None or _PREPARED in text:  # by a method, or another prepared model, inside
@@ -54,6 +62,8 @@ def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
         message = _HOLDS
     elif plan.casts_down:
         message = _COMPUTES
+    elif policy.compute_dtype is not None:
+        message = _CASTS
     else:
         return
     fix = message.format(

@@ -220,7 +220,7 @@ def _casting_forward(own: Any) -> Any:
                 output = run(*cast_args, **cast_kwargs)
             except RuntimeError as error:
                 state.session.check_shards()
-                hints.explain(self, state.plan, error)
+                hints.explain(self, state.plan, state.session.policy, error)
                 raise
             casts.await_backward(output)
             state.await_backward(output)
