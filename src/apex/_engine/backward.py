@@ -369,16 +369,13 @@ class BackwardPass:
         """Finishes the pass for an optimizer that steps: one of its own, or a lender."""
         if prepared in self._lenders:
             self.give_back(prepared)
-        else:
-            self.finish()
-
-    def finish(self) -> None:
-        """Unscales and checks the gradients, and updates the scale, once; also inside the block."""
+            return
         if self._state is _State.OPEN:
             self.session.observer.pass_ends(self)
         self._finish()
 
     def _finish(self) -> None:
+        """Unscales and checks the gradients, and updates the scale, once; also inside the block."""
         if self._state not in (_State.OPEN, _State.DELAYED):
             return
         captures = capturing(self.loss.device)
@@ -414,13 +411,12 @@ class BackwardPass:
                 prepared.give_back()
 
     def _leave_unchecked(self) -> None:
-        if any(map(_is_unfinished, self.prepared_optimizers)):
-            # The wrapper holds scaled gradients, which it averages with those of the next block.
-            self._state = _State.DELAYED
-            return
-        self._unscale_unchecked()
+        trained = [prepared.trained_params() for prepared in self.prepared_optimizers]
+        # A wrapper may hold scaled gradients, which it averages with those of the next block.
+        if not any(map(wrappers.is_unfinished, trained)):
+            self._unscale_unchecked()
+            self._leave_unscaled()
         self._state = _State.DELAYED
-        self._leave_unscaled()
 
     def _leave_unscaled(self) -> None:
         """Records that what is left of its gradients is unscaled, or another's to unscale."""
@@ -494,8 +490,3 @@ class BackwardPass:
         for prepared in self.prepared_optimizers:
             for listener in [*prepared.listeners]:  # which may remove itself
                 listener(self, prepared)
-
-
-def _is_unfinished(prepared: PreparedOptimizer) -> bool:
-    """Returns whether a wrapper has yet to average gradients of the pass, with another one's."""
-    return wrappers.is_unfinished(prepared.trained_params())
