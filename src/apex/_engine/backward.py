@@ -277,7 +277,7 @@ class BackwardPass:
             for prepared in lenders:
                 self._lenders.remove(prepared)
                 prepared.end_pass()
-                prepared.give_back()
+                prepared.stash.give_back()
                 if overflow is not None:
                     prepared.add_overflow_of_others(overflow, self._scalers_of([prepared]))
 
@@ -304,7 +304,7 @@ class BackwardPass:
             self.give_back(lender)  # does nothing if a sharer has given it back
         for lender in self._lenders:  # the pass has reached none of their parameters
             lender.end_pass()
-            lender.give_back()
+            lender.stash.give_back()
         self._lenders = []
         if not self._unowned:
             return
@@ -408,7 +408,7 @@ class BackwardPass:
             if self.scaled:
                 self._unscale_borrowed(grads_of(self.prepared_optimizers))
             for prepared in self.prepared_optimizers:
-                prepared.give_back()
+                prepared.stash.give_back()
 
     def _leave_unchecked(self) -> None:
         trained = [prepared.trained_params() for prepared in self.prepared_optimizers]
@@ -433,7 +433,7 @@ class BackwardPass:
         adds = False
         flagged: list[PreparedOptimizer] = []
         for prepared in self.prepared_optimizers:
-            adds |= prepared.give_back()
+            adds |= prepared.stash.give_back()
             # A replay of a graph tells nobody whose overflow it is.
             if prepared in self._named or self._is_captured:
                 flagged.append(prepared)
@@ -482,7 +482,7 @@ class BackwardPass:
             if self.scaled and prepared.unfinished_pass is self:  # else it has not lost its own
                 remove_grads(prepared.trained_params())
         for prepared in self.prepared_optimizers:
-            prepared.give_back()
+            prepared.stash.give_back()
 
     def _notify(self) -> None:
         """Reports updates of the scale, or that the pass has failed."""

@@ -249,10 +249,6 @@ class PreparedOptimizer:
             params = self.trained_params()
         self.stash.put_aside(params, wrappers.reused(params))
 
-    def give_back(self) -> bool:
-        """Adds the gradients that were put aside; returns whether there are some."""
-        return self.stash.give_back()
-
     def forget_cleared(self, cleared: Sequence[Tensor]) -> None:
         """Forgets what unfinished passes hold for parameters whose gradients were cleared.
 

@@ -178,7 +178,7 @@ class AmpOptimizer(Optimizer):
     def _post_amp_backward(self, scaler: Any) -> None:
         """Unscales the gradients of the pass by apex's view of a scaler, and adds the earlier."""
         unscale_grads([self._apex_prepared], scaler._scaler, scaler._scaler.factor())
-        self._apex_prepared.give_back()
+        self._apex_prepared.stash.give_back()
         if scaler.dynamic:
             self._apex_prepared.overflow.add(scaler._scaler.found_inf)
 
