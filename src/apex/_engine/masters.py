@@ -191,17 +191,14 @@ class Master(nn.Parameter):
         """Pickles as a plain parameter with the attributes of the model's parameter."""
         pair = self._apex_pair()
         value = self.detach()
-        if pair is None:
-            plain: Any = nn.Parameter(value, self.requires_grad)
-            return plain.__reduce_ex__(protocol)
-        if processes.is_starting_one():  # it gets the master's own memory, as torch shares it
+        if pair is not None and processes.is_starting_one():
             update_masters_from_model([pair])
             mark_trained([pair])
-            pair.is_shared = True
-        elif not pair.counts_as_synced:
+            pair.is_shared = True  # it gets the master's own memory, as torch shares it
+        elif pair is not None and not pair.counts_as_synced:
             value = pair.exact_value()
-        plain = nn.Parameter(value, pair.model.requires_grad)
-        vars(plain).update(vars(pair.model))
+        plain: Any = nn.Parameter(value, self.requires_grad)
+        vars(plain).update(vars(self._apex_model))
         return plain.__reduce_ex__(protocol)
 
 
