@@ -209,8 +209,6 @@ def initialize(
     inputs.check_wrappers(listed(optimizers))
     optimizer_list = [] if optimizers is None else unwrapped(optimizers)
     inputs.check_optimizers(optimizer_list, model_list, policy)
-    if policy.master_weights and optimizer_list:
-        inputs.check_masters()
     warn_if_emulated(policy, model_list)
     made = new_session(
         policy,

@@ -128,6 +128,7 @@ def check_optimizers(
         _check_optimizer(optimizer, policy)
         params += params_of(optimizer)
         if policy.master_weights:
+            _check_masters()
             zero.check(optimizer)
     if params and _are_of_another_model(params, models):
         raise ValueError(
@@ -137,7 +138,7 @@ def check_optimizers(
         )
 
 
-def check_masters() -> None:
+def _check_masters() -> None:
     """Raises RuntimeError before torch 2.10, which masters need."""
     if not parameters.keeps_any_grad:
         raise RuntimeError(
