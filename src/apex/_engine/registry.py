@@ -23,7 +23,6 @@ class Casting(Protocol):
 
 
 T = TypeVar("T")
-S = TypeVar("S", bound=Casting)
 
 
 class WeakList(Generic[T]):
@@ -52,24 +51,20 @@ class WeakList(Generic[T]):
         return iter(items)
 
 
-class Registry(WeakList[S]):
-    """Holds sessions weakly, oldest first."""
-
-    def specs(self, *, begun_in: object = None) -> list[AutocastSpec]:
-        """Returns the op casts of live sessions, oldest first.
-
-        Args:
-            begun_in: A thread; only the sessions whose casts are on there.
-        """
-        specs: list[AutocastSpec] = []
-        for reference in [*self._references]:
-            session = reference()
-            if session is None or session.spec is None:
-                continue
-            if begun_in is None or (session.is_ambient and session.thread is begun_in):
-                specs.append(session.spec)
-        return specs
-
-
-live: Registry[Casting] = Registry()
+live: WeakList[Casting] = WeakList()
 """All sessions."""
+
+
+def live_specs(*, begun_in: object = None) -> list[AutocastSpec]:
+    """Returns the op casts of live sessions, oldest first.
+
+    Args:
+        begun_in: A thread; only the sessions whose casts are on there.
+    """
+    specs: list[AutocastSpec] = []
+    for session in live:
+        if session.spec is None:
+            continue
+        if begun_in is None or (session.is_ambient and session.thread is begun_in):
+            specs.append(session.spec)
+    return specs

@@ -23,7 +23,7 @@ from apex._engine.autocast.ambient import (
 from apex._engine.autocast.region import AmbientRegion, AutocastRegion, Region
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.observer import Observer
-from apex._engine.registry import Registry, WeakList
+from apex._engine.registry import WeakList
 from apex._engine.scaler import scaler_for
 from apex._engine.wrappers import fsdp
 from apex._torch.autograd import autocast_depth
@@ -53,7 +53,7 @@ class Session:
     """
 
     # The registry lies below, where it knows sessions as casts do.
-    live: ClassVar[Registry[Session]] = cast(Any, registry.live)
+    live: ClassVar[WeakList[Session]] = cast(Any, registry.live)
 
     def __init__(
         self,

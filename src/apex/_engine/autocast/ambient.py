@@ -30,7 +30,7 @@ from apex._core.arguments import closure_of, replaced
 from apex._core.op_table import AutocastSpec
 from apex._core.tree import Args, Call, Kwargs
 from apex._engine.autocast.weights import Weights, shared
-from apex._engine.registry import live
+from apex._engine.registry import live_specs
 from apex._torch.autograd import autocast_depth, backward_id
 from apex._torch.dispatcher import AUTOCAST_KEYS, weight_cache_is_safe
 from apex._torch.dynamo import (
@@ -191,7 +191,7 @@ def _specs_with_rows() -> list[AutocastSpec]:
 
     While dynamo traces, the state of a session that is collected stays, and its rows with it.
     """
-    return [*_here.specs, *live.specs()]
+    return [*_here.specs, *live_specs()]
 
 
 def newest(device: str, dtype: torch.dtype) -> AutocastSpec | None:
@@ -228,7 +228,7 @@ def tag_caches() -> None:
 def begin_casts() -> None:
     """Sets the thread's casts by its sessions, one of which has begun outside of blocks."""
     follow_sessions()
-    _here.set_state(live.specs(begun_in=_here.token))
+    _here.set_state(live_specs(begun_in=_here.token))
 
 
 def end_casts() -> None:
@@ -248,7 +248,7 @@ def follow_sessions() -> None:
         _here.steps[-1].__exit__()
     if not _here.is_tagged:
         tag_caches()
-    specs = live.specs(begun_in=_here.token)
+    specs = live_specs(begun_in=_here.token)
     if specs == _here.specs:
         return
     # A block, a backward pass and dynamo restore autocast's state when they end.

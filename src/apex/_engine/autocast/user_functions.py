@@ -20,7 +20,7 @@ from apex._core.tree import Call, map_tensors, tensors
 from apex._engine.autocast.ambient import devices_on
 from apex._engine.autocast.region import active_dtype, under
 from apex._engine.autocast.weights import shared
-from apex._engine.registry import live
+from apex._engine.registry import live_specs
 from apex._torch.dynamo import is_compiling
 
 Kind = Literal["low_precision", "bfloat16", "float", "promote"]
@@ -157,7 +157,7 @@ class UserRegistry:
     def undo(self) -> None:
         """Restores every function, once no session casts any more."""
         with self._lock:
-            while self._replaced and not live.specs():
+            while self._replaced and not live_specs():
                 (_, name, _), (module, before, ours) = self._replaced.popitem()
                 if vars(module).get(name) is not ours:
                     continue  # other code has replaced ours since

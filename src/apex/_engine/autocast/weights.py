@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from apex._core import tree
 from apex._core.op_casts import to_dtype
-from apex._engine.registry import live
+from apex._engine.registry import live_specs
 from apex._torch.autograd import backward_id, is_recorded
 from apex._torch.copies import current_stream
 from apex._torch.dynamo import untraced
@@ -72,7 +72,7 @@ class SharedCasts:
         shared = to_dtype(tensor, dtype)
         shared.grad_fn.register_prehook(self.drop)  # type: ignore[union-attr]
         self._saved[key] = shared
-        if torch.is_autocast_cache_enabled() and live.specs():  # whose end drops it
+        if torch.is_autocast_cache_enabled() and live_specs():  # whose end drops it
             self._kept.append(shared)
         return shared
 
