@@ -445,7 +445,7 @@ class BackwardPass:
         if scaler.dynamic:
             self._update_scales([prepared.overflow for prepared in flagged])
         if not self._delay_overflow_check:
-            self.updates = scaler.end_pass(len(self.prepared_optimizers))
+            self.updates = scaler.end_pass()
 
     def _update_scales(self, flags: Iterable[OverflowFlag]) -> None:
         """Updates the scales of earlier passes that it has checked, and soon its own."""

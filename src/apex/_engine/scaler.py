@@ -26,13 +26,11 @@ class ScaleUpdate(NamedTuple):
     Attributes:
         loss_scale: The scale after the update (multiplier).
         overflow: Whether a gradient of this pass held inf or NaN.
-        optimizers: Number of optimizers of the pass.
         skipped_in_row: Consecutive overflows, including this one; 0 when clean.
     """
 
     loss_scale: float
     overflow: bool
-    optimizers: int
     skipped_in_row: int
 
 
@@ -218,8 +216,8 @@ class Scaler:
         """Raises flags as well, if the next update finds an overflow."""
         self.awaiting_update.update(dict.fromkeys(flags))
 
-    def end_pass(self, optimizers: int) -> Sequence[ScaleUpdate]:
-        """Ends a block that updates the scale, of this number of optimizers.
+    def end_pass(self) -> Sequence[ScaleUpdate]:
+        """Ends a block that updates the scale.
 
         Returns the updates that have reached the host since the last call, oldest first.
         """
@@ -300,8 +298,8 @@ class DynamicScaler(Scaler):
         initial = checked_static(loss_scale)
         bounded = min(max(initial, rule.least), rule.greatest)
         super().__init__(bounded, rule)
-        # Scale and flag after each pass, with the pass's number of optimizers.
-        self._readback = Readback[int]()
+        # Scale and flag after each pass.
+        self._readback = Readback[None]()
         # Counted on the host, from what has been read back.
         self._skipped_in_row = 0
 
@@ -319,7 +317,7 @@ class DynamicScaler(Scaler):
             flag = self.found_inf if overflow is None else overflow
             foreach.unscale_and_check_(values, inverse, flag)
 
-    def end_pass(self, optimizers: int) -> Sequence[ScaleUpdate]:
+    def end_pass(self) -> Sequence[ScaleUpdate]:
         """Also raises the optimizers' flags, and starts to copy scale and flag to the host."""
         flags = self.awaiting_update
         self.awaiting_update = {}
@@ -330,16 +328,15 @@ class DynamicScaler(Scaler):
             self.found_inf.fill_(float(skips_step))
         for flag in flags:
             flag.add(self.found_inf)
-        self._readback.send(optimizers, self._scale_and_flag)
+        self._readback.send(None, self._scale_and_flag)
         updates = []
-        for count, values in self._readback.poll():
-            loss_scale, found_inf = values
+        for _, (loss_scale, found_inf) in self._readback.poll():
             overflow = found_inf != 0.0
             if overflow:
                 self._skipped_in_row += 1
             else:
                 self._skipped_in_row = 0
-            update = ScaleUpdate(loss_scale, overflow, count, self._skipped_in_row)
+            update = ScaleUpdate(loss_scale, overflow, self._skipped_in_row)
             updates.append(update)
         return updates
 

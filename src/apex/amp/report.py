@@ -65,7 +65,7 @@ def overflow(ended: BackwardPass) -> None:
     for update in ended.updates:
         if not update.overflow:
             continue
-        for _ in range(update.optimizers):
+        for _ in ended.prepared_optimizers:
             maybe_print(
                 f"Gradient overflow.  Skipping step, loss scaler {loss_id} "
                 f"reducing loss scale to {update.loss_scale}",
