@@ -369,8 +369,7 @@ def round_masters(pairs: Sequence[MasterPair]) -> None:
         for pair in pairs:
             models.append(pair.model)
             masters.append(pair.master)
-        if pairs:
-            foreach.copy_(models, masters)
+        foreach.copy_(models, masters)
         mark_synced(pairs)
 
 
@@ -599,8 +598,7 @@ def add_grads(params: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:
         else:
             # torch adds sparse to dense, not dense to sparse.
             param.grad = total + grad if grad.is_sparse else grad + total
-    if totals:
-        foreach.add_(dtensor.dense_values(totals), dtensor.dense_values(added))
+    foreach.add_(dtensor.dense_values(totals), dtensor.dense_values(added))
 
 
 def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
@@ -611,8 +609,7 @@ def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]
     """
     if dtensor.are_plain(grads) and not any(map(foreach.has_graph, grads)):
         copies = [torch.empty_like(p, device=g.device) for p, g in zip(like, grads, strict=True)]
-        if copies:
-            foreach.copy_(copies, grads)
+        foreach.copy_(copies, grads)
         return copies
     copies = []
     for grad, param in zip(grads, like, strict=True):
