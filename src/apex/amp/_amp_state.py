@@ -100,6 +100,12 @@ class AmpState:
         return preferred[-1] if preferred else None
 
     @property
+    def scalers(self) -> list[Scaler]:
+        """The current session's scalers; without a session, the script's own."""
+        session = self.current()
+        return self._own_scalers if session is None else session.scalers
+
+    @property
     def initialized(self) -> bool:
         """Whether ``amp.initialize`` has been called."""
         return "opt_properties" in self.__dict__
@@ -119,9 +125,8 @@ class AmpState:
 
     @property
     def loss_scalers(self) -> LossScalers:
-        """The current session's scalers; without a session, the script's own."""
-        session = self.current()
-        return LossScalers(self._own_scalers if session is None else session.scalers)
+        """The scalers as apex's objects."""
+        return LossScalers(self.scalers)
 
     @loss_scalers.setter
     def loss_scalers(self, scalers: Iterable[LossScaler]) -> None:

@@ -19,7 +19,6 @@ from apex._engine.conversion.state import converted_in
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.prepare import prepare
 from apex._engine.restore import make_plain
-from apex._engine.scaler import Scaler
 from apex.amp import _initialize, inputs, report, scaler_states
 from apex.amp._amp_state import _amp_state
 from apex.amp.optimizers import listed, unwrapped
@@ -285,7 +284,7 @@ def state_dict(
         destination: Dict to add the entries to and return; ``None`` for a new one.
     """
     result = OrderedDict() if destination is None else destination
-    result.update(scaler_states.entries(_scalers()))
+    result.update(scaler_states.entries(_amp_state.scalers))
     return result
 
 
@@ -306,7 +305,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         RuntimeError: If there is no loss scale yet; if a key is unexpected or missing, or a value
             is invalid; the message names it. Nothing changes in this case.
     """
-    scalers = _scalers()
+    scalers = _amp_state.scalers
     if not scalers:
         if not _amp_state.enabled:
             return
@@ -314,11 +313,6 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             "amp.load_state_dict has no loss scale to load into. Call amp.initialize first."
         )
     scaler_states.set_scalers(scalers, scaler_states.parsed(state_dict))
-
-
-def _scalers() -> list[Scaler]:
-    session = _amp_state.current()
-    return [] if session is None else session.scalers
 
 
 def _is_enabled(enabled: object, opt_level: str) -> bool:
