@@ -194,7 +194,7 @@ class Master(nn.Parameter):
         if pair is not None and processes.is_starting_one():
             update_masters_from_model([pair])
             mark_trained([pair])
-            pair.is_shared = True  # it gets the master's own memory, as torch shares it
+            pair.is_shared = True  # with that process, as torch shares a tensor's memory
         elif pair is not None and not pair.counts_as_synced:
             value = pair.exact_value()
         plain: Any = nn.Parameter(value, self.requires_grad)
