@@ -19,7 +19,7 @@ from apex._engine.optimizer.subclass import prepare_optimizer
 from apex._engine.passes import hook_pairs
 from apex._engine.session import Session
 from apex._torch import fsdp
-from apex._torch.modules import named_tensors
+from apex._torch.modules import tensor_ids
 
 
 def prepare(
@@ -75,10 +75,7 @@ def begin(session: Session, used_by_script: bool) -> None:
 
 def _used_by_script(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
     """Returns whether optimizers train a matrix that is used in no forward pass of the models."""
-    held: set[int] = set()
-    for model in models:
-        if _has_forward(model):
-            held.update(map(id, named_tensors(model).values()))
+    held = tensor_ids(filter(_has_forward, models))
     for optimizer in optimizers:
         for param in params_of(optimizer):
             if param.dim() > 1 and id(param) not in held:

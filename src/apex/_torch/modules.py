@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -55,6 +55,14 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters of ``model``, then its buffers, each once, by qualified name."""
     stripped = _stripped(model)
     return dict(stripped.named_parameters()) | dict(stripped.named_buffers())
+
+
+def tensor_ids(models: Iterable[nn.Module]) -> set[int]:
+    """Returns the ids of the models' :func:`named_tensors`."""
+    ids: set[int] = set()
+    for model in models:
+        ids.update(map(id, named_tensors(model).values()))
+    return ids
 
 
 def _stripped(model: nn.Module) -> nn.Module:

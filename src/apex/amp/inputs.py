@@ -20,7 +20,7 @@ from apex._engine.conversion.state import converted_in
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.wrappers import zero
 from apex._torch import parameters
-from apex._torch.modules import params_in, uncompiled
+from apex._torch.modules import params_in, tensor_ids, uncompiled
 from apex.amp._amp_state import _amp_state
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -223,7 +223,7 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
             )
         mastered.update(id(pair.model) for pair in prepared.pairs)
     for model in models:
-        if not converted_in([model]) and mastered.isdisjoint(_params([model])):
+        if not converted_in([model]) and mastered.isdisjoint(tensor_ids([model])):
             raise ValueError(
                 f"amp.restore got a model ({type(model).__name__}) that amp has not prepared. "
                 "Pass the model that amp.initialize returned."
@@ -231,16 +231,9 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
     # Parameters that no prepared model holds any more (a replaced head) do not count.
     held: set[int] = set()
     for session in _amp_state.sessions():
-        held |= _params(session.models)
-    if mastered & held - _params(models):
+        held |= tensor_ids(session.models)
+    if mastered & held - tensor_ids(models):
         raise ValueError(
             "amp.restore got an optimizer with masters of a model that was not passed. Restore "
             "model and optimizer together: amp.restore(model, optimizer)."
         )
-
-
-def _params(models: Iterable[nn.Module]) -> set[int]:
-    ids: set[int] = set()
-    for model in models:
-        ids.update(map(id, params_in(model)))
-    return ids

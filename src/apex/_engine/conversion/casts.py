@@ -20,7 +20,7 @@ from apex._engine.masters import MasterPair
 from apex._engine.session import STATE, Session
 from apex._engine.wrappers import fsdp
 from apex._engine.wrappers.ddp import wrappers
-from apex._torch.modules import flatten_rnns, named_tensors
+from apex._torch.modules import flatten_rnns, named_tensors, tensor_ids
 from apex._torch.parameters import set_in_place
 
 
@@ -85,8 +85,7 @@ def convert_late(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
         return
     for session in Session.live:  # another call may have prepared the model
         for model in session.models:
-            held = map(id, named_tensors(model).values())
-            if unknown.isdisjoint(held):
+            if unknown.isdisjoint(tensor_ids([model])):
                 continue
             before = floating_tensors(model)
             with Undo() as undo:

@@ -22,16 +22,14 @@ from apex._engine.autocast import ambient
 from apex._engine.masters import MasterPair
 from apex._engine.session import Session, live_optimizers
 from apex._torch.dynamo import untraced
-from apex._torch.modules import named_tensors
+from apex._torch.modules import tensor_ids
 
 
 def _weights_of_models(session: Session, params: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yields those of some 16-bit parameters that are weights of a session's models."""
     if not params:
         return  # a walk through large models would take longer than the step
-    weights: set[int] = set()
-    for model in session.models:
-        weights.update(map(id, named_tensors(model).values()))
+    weights = tensor_ids(session.models)
     for param in params:
         if id(param) in weights:
             yield param
