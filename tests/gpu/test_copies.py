@@ -1,5 +1,6 @@
 """What is read on the host, and on two devices."""
 
+import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,6 +9,7 @@ import torch
 
 from apex._engine.scaler import Readback
 from apex._torch import copies
+from tests.support import loops
 from tests.support.emulated_cuda import device
 
 DEVICES = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]
@@ -34,6 +36,18 @@ def test_a_host_copy_has_arrived_when_its_event_has_passed():
         device.set_events_pass(True)
     assert copy.arrived
     assert copy.wait().tolist() == [3.0, 3.0]
+
+
+@pytest.mark.emulated
+def test_a_loss_that_arrives_in_the_block_of_another_is_named_by_its_own_number(caplog):
+    model, optimizer = loops.prepared("O4", model=loops.net().cuda(), num_losses=2)
+    device.set_events_pass(False)
+    try:
+        loops.scaled_backward(loops.slope(model[0], math.nan), optimizer, loss_id=0)
+    finally:
+        device.set_events_pass(True)
+    loops.scaled_backward(loops.slope(model[0], 1.0), optimizer, loss_id=1)
+    assert [text[:13] for text in loops.messages(caplog)] == ["Loss 0 is inf"]
 
 
 def test_threads_share_a_readback():

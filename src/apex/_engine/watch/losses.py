@@ -33,10 +33,13 @@ class Losses:
         with suspend_modes():  # a trace would list these operators
             value = loss.detach() if loss.numel() == 1 else loss.detach().abs().max()
             self._copies.send(loss_id, value.reshape(1))
-        if not all(math.isfinite(value) for _, (value,) in self._copies.poll()):
+        for arrived_id, (number,) in self._copies.poll():
+            if math.isfinite(number):
+                continue
             self._copies = None
             _log.warning(
-                f"Loss {loss_id} is inf or NaN. Its scale is static, so amp skips no step. If the "
-                f"gradients are NaN, the next step makes the weights NaN. {TRACE}.",
+                f"Loss {arrived_id} is inf or NaN. Its scale is static, so amp skips no step. If "
+                f"the gradients are NaN, the next step makes the weights NaN. {TRACE}.",
                 extra={"any_rank": True},
             )
+            return
