@@ -49,7 +49,7 @@ _MOVES = frozenset(
 _REPLACES = frozenset(["copy", "zero", "fill", "set"])
 
 
-class Mark(enum.IntEnum):
+class Source(enum.IntEnum):
     """What a tensor is computed from."""
 
     NEW = 0
@@ -67,7 +67,7 @@ class Sums(TorchFunctionMode):
         """Watches tensors."""
         super().__init__()
         # By memory, which aliases share. The values keep it from being used for other tensors.
-        self._marks = {_memory(tensor): (Mark.OLD, tensor) for tensor in tensors}
+        self._sources = {_memory(tensor): (Source.OLD, tensor) for tensor in tensors}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -80,18 +80,18 @@ class Sums(TorchFunctionMode):
         replaces = name in _REPLACES
         if is_sum or replaces or name in _MOVES:
             read = args[1:] if replaces else args
-            mark = max(map(self.mark_of, tree.tensors([read, kwargs])), default=Mark.NEW)
-            if is_sum and mark is Mark.OLD:
-                mark = Mark.SUM
+            source = max(map(self.source_of, tree.tensors([read, kwargs])), default=Source.NEW)
+            if is_sum and source is Source.OLD:
+                source = Source.SUM
             written = args[:1] if result is None else result
             for tensor in tree.tensors(written):
-                if replaces or mark > self.mark_of(tensor):
-                    self._marks[_memory(tensor)] = mark, tensor
+                if replaces or source > self.source_of(tensor):
+                    self._sources[_memory(tensor)] = source, tensor
         return result
 
-    def mark_of(self, tensor: Tensor) -> Mark:
-        """Returns the mark of a tensor."""
-        return self._marks.get(_memory(tensor), (Mark.NEW, tensor))[0]
+    def source_of(self, tensor: Tensor) -> Source:
+        """Returns what a tensor is computed from."""
+        return self._sources.get(_memory(tensor), (Source.NEW, tensor))[0]
 
 
 def _memory(tensor: Tensor) -> int:

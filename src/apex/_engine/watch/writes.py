@@ -24,7 +24,7 @@ from apex._engine.conversion.state import ModelState
 from apex._engine.optimizer.prepared import optimizers_of
 from apex._engine.scaler import Readback
 from apex._engine.session import live_optimizers
-from apex._engine.watch.sums import Mark, Sums
+from apex._engine.watch.sums import Source, Sums
 from apex._torch.copies import is_readable
 from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.modules import named_parameters
@@ -175,12 +175,12 @@ class Writes:
             with Sums(buffers.values()) as sums:
                 yield
             for name, tensor in model.named_buffers():
-                mark = sums.mark_of(tensor)
-                if mark is Mark.OLD and tensor is buffers.get(name) and tensor.numel() > 1:
+                source = sums.source_of(tensor)
+                if source is Source.OLD and tensor is buffers.get(name) and tensor.numel() > 1:
                     # The script writes it between the passes: an average, as caches are the pass's.
                     is_lost = tensor._version == versions.get(name)
                 else:
-                    is_lost = mark is Mark.SUM and name in buffers
+                    is_lost = source is Source.SUM and name in buffers
                 if is_lost:
                     lost.append(name)
         else:
