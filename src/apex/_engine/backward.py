@@ -217,7 +217,7 @@ class BackwardPass:
                     "up the losses in one block."
                 )
         for lender, borrower in lent:
-            borrower.give_back(lender)
+            borrower.end_loan(lender)
 
     def _make_room(self) -> None:
         """Makes room for the gradients of all that the pass may reach."""
@@ -265,7 +265,7 @@ class BackwardPass:
         return prepared in self._earlier and prepared.has_grads()
 
     @untraced
-    def give_back(self, lender: PreparedOptimizer) -> None:
+    def end_loan(self, lender: PreparedOptimizer) -> None:
         """Unscales what the pass has put into a lender's gradients, and adds the earlier ones.
 
         The same for lenders that share parameters with it.
@@ -273,7 +273,7 @@ class BackwardPass:
         sharing = with_sharers([lender])
         lenders = [prepared for prepared in sharing if prepared in self._lenders]
         with without_overrides():
-            overflow = self._unscale_borrowed(grads_of(lenders))
+            overflow = self._unscale_apart(grads_of(lenders))
             for prepared in lenders:
                 self._lenders.remove(prepared)
                 prepared.end_pass()
@@ -281,8 +281,8 @@ class BackwardPass:
                 if overflow is not None:
                     prepared.add_overflow_of_others(overflow, self._scalers_of([prepared]))
 
-    def _unscale_borrowed(self, params: Collection[nn.Parameter]) -> Tensor | None:
-        """Unscales gradients that were lent; returns whether they overflow, if that is checked."""
+    def _unscale_apart(self, params: Collection[nn.Parameter]) -> Tensor | None:
+        """Unscales gradients; returns whether they overflow, ``None`` if that is not checked."""
         values = dtensor.values_of(params)
         if not values:
             return None
@@ -301,7 +301,7 @@ class BackwardPass:
                 if lender not in self._adding:
                     remove_grads(lender.trained_params())
         for lender in [*filter(PreparedOptimizer.has_grads, self._lenders)]:
-            self.give_back(lender)  # does nothing if a sharer has given it back
+            self.end_loan(lender)  # does nothing if a sharer's loan has ended it
         for lender in self._lenders:  # the pass has reached none of their parameters
             lender.end_pass()
             lender.stash.give_back()
@@ -309,7 +309,7 @@ class BackwardPass:
         if not self._unowned:
             return
         with without_overrides():
-            overflow = self._unscale_borrowed(self._unowned)
+            overflow = self._unscale_apart(self._unowned)
             if overflow is not None:
                 # No step of a prepared optimizer would skip them.
                 for value in dtensor.values_of(self._unowned):
@@ -368,7 +368,7 @@ class BackwardPass:
     def finish_for(self, prepared: PreparedOptimizer) -> None:
         """Finishes the pass for an optimizer that steps: one of its own, or a lender."""
         if prepared in self._lenders:
-            self.give_back(prepared)
+            self.end_loan(prepared)
             return
         if self._state is _State.OPEN:
             self.session.observer.pass_ends(self)
@@ -406,7 +406,7 @@ class BackwardPass:
     def _unscale_unchecked(self) -> None:
         with without_overrides():
             if self.scaled:
-                self._unscale_borrowed(grads_of(self.prepared_optimizers))
+                self._unscale_apart(grads_of(self.prepared_optimizers))
             for prepared in self.prepared_optimizers:
                 prepared.stash.give_back()
 
