@@ -362,7 +362,7 @@ class DynamicScaler(Scaler):
         if not counts:
             self.growth_tracker.sub_(1)  # which the update adds
         self.update()
-        self.awaiting_update = awaiting
+        self.awaiting_update = awaiting  # for a block's update, which raises them
 
     def read_scale(self) -> float:
         return float(self.loss_scale)  # sync: the caller asks for a host number

@@ -207,7 +207,7 @@ def to_policy(properties: Properties) -> Policy:
     """Returns the policy that the options describe."""
     casts_operators = properties.patch_torch_functions
     param_dtype = properties.cast_model_type or None
-    output_dtype = properties.cast_model_outputs
+    output_dtype = properties.cast_model_outputs  # None is fp32 where inputs are cast, as in apex
     if output_dtype is None and param_dtype is not None:
         output_dtype = torch.float32
     return Policy(

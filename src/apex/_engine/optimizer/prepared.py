@@ -81,7 +81,7 @@ class PreparedOptimizer:
         self.inner_step: Callable[..., Any] | None = vars(optimizer).get("step")
         # Low-precision model parameters whose masters the groups hold, in order.
         self.pairs: list[MasterPair] = []
-        # The pass still to be finished, or one that borrows gradients.
+        # A pass of its own that is open or unchecked, or another's that its gradients are lent to.
         self.unfinished_pass: Pass | None = None
         # Gradients from before that pass, while its block is open.
         self.stash = Stash()
@@ -91,7 +91,7 @@ class PreparedOptimizer:
         self.overflow_of_others: Tensor | None = None
         # The scales of those gradients.
         self._scalers_of_others: set[Scaler] = set()
-        # Called with a pass and this object after each pass, with it collected.
+        # Called with a pass and this object after each pass that updates the scale, or failed.
         self.listeners: list[Callable[..., None]] = []
         # What observers have put on its parameters, until it is plain again.
         self.until_plain = ExitStack()
@@ -103,7 +103,7 @@ class PreparedOptimizer:
         self.stepping = False
         # The present step, if it runs by blocks.
         self._blocks: BlockStep | None = None
-        # Whether torch's GradScaler has looked at it since its last step.
+        # Whether torch's GradScaler has looked at it since its last step, which looks alike itself.
         self.asked_by_grad_scaler = False
         # Gradients of a block that a CUDA graph has captured without the step: each replay writes
         # them anew. None without such a graph.

@@ -118,7 +118,7 @@ class Writes:
     def __init__(self) -> None:
         # What is left of the budget of watched forward passes.
         self.left = _FORWARDS
-        # By name: the tensor's version at the last pass, and whether the pass before saw another.
+        # By name: writes and address at the last pass, and whether the pass before saw others.
         self._versions: dict[str, tuple[tuple[int, int], bool]] = {}
         # What is left of the budget of comparisons.
         self._comparisons_left = _COMPARISONS
