@@ -46,6 +46,15 @@ def test_after_consecutive_skips_the_next_step_is_traced_and_reported_once(log, 
     assert "in first, forward" in message
 
 
+def test_a_handle_that_disarms_itself_hides_no_pass_from_a_history(log):
+    model, optimizer = pair()
+    handle = arm(optimizer, after_skips=1)
+    history = amp.debug.History(optimizer)
+    for _ in range(3):
+        bad_step(model, optimizer)
+    assert (handle.trace.first.module, len(log()), len(history.passes)) == ("first", 1, 3)
+
+
 def test_a_clean_traced_step_logs_nothing_and_stays_armed(log):
     model, optimizer = pair()
     handle = arm(optimizer, after_skips=1)

@@ -103,6 +103,24 @@ def test_a_block_that_runs_out_of_memory_at_any_operator_leaves_earlier_gradient
     assert 5 < operators < 99
 
 
+def test_a_block_that_runs_out_of_memory_as_it_begins_leaves_the_gradients_of_all(level):
+    """It takes over what another block has left of the second, before it puts those aside."""
+    for operators in range(100):
+        model, optimizers = loops.two_optimizers(level, **SCALE)
+        loops.scaled_backward(model(a=1.0, b=2.0), optimizers[0])
+        loss = model(a=4.0, b=4.0)
+        try:
+            with Full(operators):
+                block = amp.scale_loss(loss, optimizers)
+                block.__enter__()
+        except torch.OutOfMemoryError:
+            assert [*map(gradients, optimizers)] == [[1.0], [2.0]]
+        else:
+            block.__exit__(None, None, None)
+            break
+    assert 3 < operators < 99
+
+
 def test_a_step_inside_a_delayed_block_takes_and_leaves_unscaled_gradients(level):
     model, optimizer = made(level)
     with amp.scale_loss(model(a=1.0, b=2.0), optimizer, delay_unscale=True) as scaled_loss:

@@ -115,6 +115,7 @@ class AutocastRegion(Region):
         kernels.register_rows(spec)
 
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
+        """Also has our kernels cast from now on, if an argument is fp64."""
         # Reading the digest makes dynamo guard it: code with other rows is compiled again.
         if not self._digest or torch.get_autocast_dtype("cpu") is OFF:
             return (), None
@@ -149,7 +150,7 @@ def casts_off() -> Iterator[None]:
 
 
 def devices_cast() -> list[str]:
-    """Returns the device types whose autocast is on with the dtype of a live session."""
+    """Returns the device types whose autocast has the dtype of a live session, in any block."""
     return [device for device in devices_on() if _is_ours(device)]
 
 
