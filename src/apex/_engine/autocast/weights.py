@@ -65,16 +65,21 @@ class SharedCasts:
         if state is None:
             return to_dtype(tensor, dtype)
         key = state, dtype, current_stream(tensor.device)
-        shared = self._saved.get(key)
-        if shared is not None and shared._version == 0:  # a view of it may be written
-            shared._fix_weakref()  # type: ignore[attr-defined]  # a graph may own it
-            return shared
-        shared = to_dtype(tensor, dtype)
-        shared.grad_fn.register_prehook(self.drop)  # type: ignore[union-attr]
-        self._saved[key] = shared
+        cast = self._saved.get(key)
+        if cast is not None and cast._version == 0:  # a view of it may be written
+            cast._fix_weakref()  # type: ignore[attr-defined]  # a graph may own it
+            return cast
+        cast = to_dtype(tensor, dtype)
+        cast.grad_fn.register_prehook(self.drop)  # type: ignore[union-attr]
+        self._saved[key] = cast
         if torch.is_autocast_cache_enabled() and live_specs():  # whose end drops it
-            self._kept.append(shared)
-        return shared
+            self._kept.append(cast)
+        return cast
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether an output awaits its backward pass."""
+        return self._hook() is not None
 
     def begin_forward(
         self, weights: Weights, device: torch.device, dtype: torch.dtype, is_inside: bool
@@ -88,13 +93,13 @@ class SharedCasts:
             is_inside: Whether it is inside another forward pass with casts to this dtype.
         """
         if not torch.is_grad_enabled() or backward_id() != -1 or is_recorded(device):
-            if self._hook() is not None:
+            if self._is_awaited:
                 torch.set_autocast_cache_enabled(False)  # until the forward ends
             elif not is_inside:
-                self._clear_cache()  # which no output awaits any more
+                self._clear_cache()
             return False
         place = dtype, current_stream(device)
-        is_valid = is_inside or self._hook() is not None
+        is_valid = is_inside or self._is_awaited
         if is_valid:
             weights.find()
         for cached, state in [*self._cached.items()]:
@@ -113,7 +118,7 @@ class SharedCasts:
         # if it is a pass without gradients around one with gradients.
         is_unknown = weights not in self._cached
         is_filled = is_unknown and torch.is_autocast_cache_enabled()
-        if is_filled or self._hook() is None:
+        if is_filled or not self._is_awaited:
             self._clear_cache()
 
     def await_backward(self, output: Any) -> None:
