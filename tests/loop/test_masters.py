@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from apex import amp
 from apex._torch import parameters
@@ -75,6 +76,16 @@ def test_written_weights_reach_the_masters_where_they_differ(level, write):
     for old, value in zip(before, after, strict=True):
         assert value.view(-1)[0] == 0.5
         assert torch.equal(old.view(-1)[1:], value.view(-1)[1:])
+
+
+def test_the_memory_of_a_weight_whose_data_was_replaced_is_freed_by_the_step(level):
+    model, optimizer = loops.prepared(level, loss_scale=8.0)
+    weight = model[0].weight
+    memory = StorageWeakRef(weight.untyped_storage())
+    loops.train_step(model, optimizer, *loops.batch())
+    weight.data = weight.detach().clone()
+    loops.train_step(model, optimizer, *loops.batch())
+    assert memory.expired()
 
 
 FILLS = {"data": lambda w: w.data.fill_(2.0), "init": lambda w: nn.init.constant_(w, 2.0)}
