@@ -142,6 +142,16 @@ def test_gradients_cleared_after_a_delayed_block_are_not_checked_with_those_that
 # -- an overflow -----------------------------------------------------------------------------
 
 
+def test_an_overflow_in_another_s_block_lowers_only_the_scales_of_what_was_not_cleared(level):
+    model, optimizers = loops.two_optimizers(level, num_losses=2, **SCALE)
+    loops.scaled_backward(model(a=1.0, b=1.0), optimizers[0], loss_id=0)
+    optimizers[1].zero_grad()
+    loops.scaled_backward(model(a=1.0, b=float("inf")), optimizers[0], loss_id=1)
+    optimizers[1].step()
+    scales = [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers]
+    assert scales == [2.0**8, 2.0**7]
+
+
 # What blocks of another optimizer, own ones and the script do to one gradient; whether it steps.
 BLOCKS = {
     "inf": False,

@@ -8,6 +8,9 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from apex.amp import frontend
+from apex.tools.compare import results
+
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src" / "apex"
 
@@ -70,3 +73,10 @@ def test_without_the_watchers_amp_trains_the_same_numbers(tmp_path):
         command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+
+
+def test_each_level_has_a_name_for_scripts_and_a_row_in_compare():
+    for name, level in frontend.opt_levels.items():
+        assert isinstance(level, getattr(frontend, name))
+        assert name in frontend.__all__
+        assert name in results.LEVELS
