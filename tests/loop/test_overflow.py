@@ -245,6 +245,16 @@ def test_step_was_skipped_tells_each_step(level, name):
     assert [answer.item() for answer in answers] == [True, False, False, True, False]
 
 
+@pytest.mark.parametrize("name", ["fused AdamW", "SGD"])
+def test_the_answer_stays_until_the_next_step_whatever_blocks_find(level, name):
+    model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name], **DYNAMIC)
+    for stepped, later in ((loops.overflowing, loops.batch), (loops.batch, loops.overflowing)):
+        loops.train_step(model, optimizer, *stepped())
+        optimizer.zero_grad()
+        loops.backward(model, optimizer, *later())
+        assert bool(amp.step_was_skipped(optimizer)) is (stepped is loops.overflowing)
+
+
 def test_nothing_is_skipped_where_amp_is_disabled_or_absent():
     _, disabled = loops.prepared("O1", enabled=False)
     for optimizer in (disabled, loops.sgd(loops.net().parameters())):
