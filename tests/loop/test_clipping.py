@@ -118,11 +118,12 @@ def test_a_norm_that_is_none_is_refused(name, error, value, words):
     assert loops.same(loops.grads(amp.master_params(optimizer)), before)
 
 
-def test_gradients_that_are_still_scaled_are_refused(level):
-    model, optimizer = loops.prepared(level, loss_scale=128.0)
+@pytest.mark.parametrize("scale", [128.0, 1.0])
+def test_gradients_that_are_still_scaled_or_incomplete_are_refused(level, scale):
+    model, optimizer = loops.prepared(level, loss_scale=scale)
     with amp.scale_loss(loops.loss_of(model, *loops.batch()), optimizer) as scaled_loss:
         scaled_loss.backward()
-        with pytest.raises(RuntimeError, match="still scaled"):
+        with pytest.raises(RuntimeError, match="still scaled or incomplete"):
             amp.clip_grad_norm_(optimizer, 1.0)
 
 

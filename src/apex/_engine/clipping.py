@@ -25,9 +25,9 @@ def clip_grad_norm_(
     opened = prepared.unfinished_pass
     if opened is not None and (opened.is_open or opened.scaled):
         raise RuntimeError(
-            "amp.clip_grad_norm_ was called while the gradients are still scaled. Call it after "
-            "the amp.scale_loss block, or under DistributedDataParallel after those of all losses "
-            "of the forward pass."
+            "amp.clip_grad_norm_ was called while the gradients are still scaled or incomplete. "
+            "Call it after the amp.scale_loss block, or under DistributedDataParallel after those "
+            "of all losses of the forward pass."
         )
     params = dict.fromkeys(prepared.trained_params())
     grads = [grad for grad in map(parameters.grad_of, params) if grad is not None]

@@ -36,8 +36,8 @@ def clip_grad_norm_(
         The norm before clipping, 0-d, fp32 (fp64 for fp64 gradients); 0 without gradients.
 
     Raises:
-        RuntimeError: If amp has not prepared the optimizer; if the gradients are still scaled; if
-            ``error_if_nonfinite`` is set and the norm is not finite.
+        RuntimeError: If amp has not prepared the optimizer; if the gradients are still scaled or
+            incomplete; if ``error_if_nonfinite`` is set and the norm is not finite.
         TypeError: If a gradient is sparse, ``optimizer`` is not an optimizer, or a norm no number.
         ValueError: If ``max_norm`` or ``norm_type`` is negative, NaN, or a string without a number.
 
