@@ -88,6 +88,21 @@ def test_the_memory_of_a_weight_whose_data_was_replaced_is_freed_by_the_step(lev
     assert memory.expired()
 
 
+def test_what_a_fused_kernel_writes_in_a_step_with_a_closure_reaches_the_model(level):
+    model, optimizer = loops.prepared(level, loops.fused_adamw_of, loss_scale=8.0)
+    before = loops.values(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        return loops.backward(model, optimizer, *loops.batch())
+
+    optimizer.step(closure)
+    weights = loops.values(model.parameters())
+    assert not any(map(torch.equal, weights, before))
+    rounded = [master.to(model[0].weight.dtype) for master in loops.masters(optimizer)]
+    assert loops.same(weights, rounded)
+
+
 FILLS = {"data": lambda w: w.data.fill_(2.0), "init": lambda w: nn.init.constant_(w, 2.0)}
 
 
