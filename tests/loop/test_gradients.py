@@ -617,6 +617,16 @@ def test_gradients_survive_what_happens_to_parameters(level, make):
     assert [p.grad[0].item() for p in amp.master_params(optimizer)] == [4.0, 5.0]
 
 
+def test_the_gradient_of_a_swapped_weight_may_be_a_view_of_a_script_s_buffer():
+    model, optimizer = loops.prepared("O5", model=loops.Weights("a"))
+    fresh = nn.Parameter(torch.ones(2, dtype=model.a.dtype))
+    torch.utils.swap_tensors(model.a, fresh)
+    model.a.grad = torch.zeros(4, dtype=model.a.dtype)[:2]
+    loops.scaled_backward(model(a=1.0), optimizer)
+    optimizer.step()
+    assert model.a[0].item() == pytest.approx(0.9, abs=0.01)
+
+
 @pytest.mark.parametrize("kind", ["block", "plain"])
 def test_one_pass_takes_no_memory_of_fp32_without_a_scale(kind):
     training = Training("O5")
