@@ -428,7 +428,6 @@ def update_masters_from_model(pairs: Iterable[MasterPair]) -> bool:
 def _reshape(pair: MasterPair) -> None:
     """Gives a master the shape of its weight, whose ``data`` a script has replaced."""
     parameters.set_data(pair.master, make_master(pair.model.detach()))
-    mark_synced([pair])
 
 
 def _update_master(pair: MasterPair) -> None:
