@@ -70,6 +70,15 @@ def test_a_check_moves_the_scales_of_the_delayed_passes_too(level, is_first, tog
     assert loops.loss_scale(0) == loops.loss_scale(1)
 
 
+@loops.every(level=["O1", "O2"], bad=[0, 1, 2])
+def test_the_check_of_the_last_of_three_passes_moves_the_scales_of_all(level, bad):
+    model, optimizer = loops.one_weight(level, num_losses=3, **DYNAMIC)
+    for loss_id in range(3):
+        loss = loops.slope(model, torch.inf if loss_id == bad else 0.5)
+        loops.scaled_backward(loss, optimizer, loss_id=loss_id, delay_unscale=loss_id < 2)
+    assert [loops.loss_scale(loss_id) for loss_id in range(3)] == [2.0**15] * 3
+
+
 @loops.every(level=["O1", "O2"], cleared=[True, False])
 def test_an_overflow_of_an_optimizer_that_the_block_was_not_given_moves_its_scale(level, cleared):
     model, (given, other) = loops.two_optimizers(level, **DYNAMIC)
