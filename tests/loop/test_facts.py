@@ -242,6 +242,18 @@ def test_a_delayed_overflow_is_found_after_another_model_of_its_optimizer_was_cl
     assert amp.step_was_skipped(optimizer)
 
 
+def test_an_overflow_whose_check_is_delayed_outlives_the_check_of_another_loss(level):
+    """That check moves the scale, for a pass of the second optimizer."""
+    model, (first, second) = loops.two_optimizers(level, num_losses=2, **SCALE)
+    loops.scaled_backward(model(a=float("inf")), first, delay_overflow_check=True)
+    loops.scaled_backward(model(b=1.0), second, delay_unscale=True)
+    loops.scaled_backward(model(b=1.0), second, loss_id=1)
+    loops.scaled_backward(model(a=1.0), first)
+    first.step()
+    assert amp.step_was_skipped(first)
+    assert weights(model)[0] == 1.0
+
+
 @pytest.mark.gpu
 def test_an_overflow_is_remembered_when_the_next_loss_is_on_another_device(level):
     model, optimizer = overflowed(level, "another device")

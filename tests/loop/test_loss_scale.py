@@ -41,6 +41,18 @@ def test_the_scale_doubles_after_exactly_2000_clean_steps():
     assert found == [(2.0**16, 1998), (2.0**16, 1999), (2.0**17, 0), (2.0**17, 1)]
 
 
+@pytest.mark.parametrize(("name", "value"), [("_scale_seq_len", 2), ("_unskipped", 9)])
+def test_a_script_that_sets_the_count_past_the_interval_grows_the_scale_at_the_next_step(
+    name, value
+):
+    model, optimizer = loops.one_weight("O1", growth_interval=5)
+    for _ in range(3):
+        loops.descend(loops.slope(model, OK), optimizer)
+    setattr(amp._amp_state.loss_scalers[0], name, value)
+    loops.descend(loops.slope(model, OK), optimizer)
+    assert (loops.loss_scale(), loops.unskipped()) == (2.0**17, 0)
+
+
 def test_a_start_outside_the_bounds_is_moved_inside():
     for bound in ({"max_loss_scale": 2.0**10}, {"min_loss_scale": 2.0**20}):
         kept = loops.one_weight("O1", **bound)
