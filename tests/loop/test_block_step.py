@@ -103,6 +103,20 @@ def test_channels_last_and_batch_norm_go_along(passes, counted, monkeypatch):
     assert loops.same(by_blocks, stepped("AdamW", monkeypatch, blocks=False, **options))
 
 
+def flat_net():
+    net = loops.net()
+    flat = torch.nn.utils.parameters_to_vector(net.parameters()).detach()
+    torch.nn.utils.vector_to_parameters(flat, net.parameters())
+    return net
+
+
+def test_weights_that_lie_in_one_flat_tensor_go_along(counted, monkeypatch):
+    monkeypatch.setattr(block_step, "_LEAST", 8)  # cuts also a weight that is not the first
+    by_blocks = stepped("AdamW", monkeypatch, blocks=True, net=flat_net)
+    assert counted == [4, 4, 4]
+    assert loops.same(by_blocks, stepped("AdamW", monkeypatch, blocks=False, net=flat_net))
+
+
 def test_a_pre_hook_that_reads_a_gradient_gets_it_in_fp32(counted):
     model, optimizer = loops.prepared("O5", loops.fused_adamw_of)
     master = next(iter(amp.master_params(optimizer)))
