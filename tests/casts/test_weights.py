@@ -211,6 +211,20 @@ def test_an_uncounted_write_after_the_backward_pass_is_seen(passes, level):
     compare(scenario, level)
 
 
+def test_a_retained_graph_keeps_no_cast_for_the_next_pass(level):
+    """A script writes the end of a large weight, which only a backward pass in between tells."""
+    weight = nn.Parameter(torch.ones(128, 2))
+    handle = amp.init(loss_scale=1.0, patch_type=LOW[level])
+    losses = []
+    for _ in range(3):
+        x = torch.ones(1, 2, requires_grad=True)  # so that the graph saves the cast
+        losses.append(F.linear(x, weight).float().sum())
+        losses[-1].backward(retain_graph=True)
+        weight.data[-1] += 64.0
+    handle._deactivate()
+    assert [loss.item() for loss in losses] == [256.0, 384.0, 512.0]
+
+
 @pytest.mark.parametrize("held", [False, True], ids=["dropped", "held"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_averages_are_swapped_in_for_an_evaluation_and_back(mode, held, level):
