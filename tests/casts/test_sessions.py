@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex import amp
-from tests.support.loops import every, in_a_thread, prepared, product, scaled_backward
+from tests.support.loops import Body, every, in_a_thread, prepared, product, scaled_backward
 
 LOW = {"O1": torch.float16, "O4": torch.bfloat16}
 
@@ -129,6 +129,21 @@ def test_a_forward_that_raises_leaves_no_casts_in_a_thread_without():
         return product()
 
     assert in_a_thread(run) is torch.float32
+
+
+@pytest.mark.parametrize("level", LOW)
+def test_an_operator_that_raises_leaves_the_casts_on(level):
+    """Also after the model has seen fp64 data, from which on amp's own kernels cast."""
+
+    def tries(self, x):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            torch.mm(torch.ones(2, 3), x)
+        return product()
+
+    model, _ = session(level, Body(tries, layer=nn.Linear(2, 2)))
+    for x in (torch.ones(2, 2), torch.ones(2, 2, dtype=torch.float64)):
+        assert model(x) is LOW[level]
+        assert model(x.float()) is LOW[level]
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -95,8 +95,9 @@ def channels_last_net():
     return loops.conv_net().to(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_channels_last_and_batch_norm_go_along(passes, counted, monkeypatch):
+@loops.every(passes=[1, 2], cuts=[True, False])
+def test_channels_last_and_batch_norm_go_along(passes, cuts, counted, monkeypatch):
+    monkeypatch.setattr(block_step, "_LEAST", 16 if cuts else 2**19)
     options = {"net": channels_last_net, "passes": passes, "shape": (3, 3, 4, 4)}
     by_blocks = stepped("AdamW", monkeypatch, blocks=True, **options)
     assert bool(counted) == (passes == 1)  # a sum is in fp32
