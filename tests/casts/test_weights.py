@@ -454,6 +454,29 @@ def test_a_weight_of_a_part_that_a_script_adds_is_cast_again(level):
     assert_a_write_is_seen(layer, model, held)
 
 
+def test_weights_may_be_freed_between_passes(level):
+    """As by FullyShardedDataParallel, whose parameters are views of a flat tensor."""
+    layer = nn.Linear(4, 4, bias=False)
+    flat = torch.linspace(-1.0, 1.0, 20)
+    layer.weight = nn.Parameter(flat[4:].view(4, 4))
+    full, storage = flat.clone(), flat.untyped_storage()
+    size = storage.nbytes()
+
+    def gather(*_):
+        storage.resize_(size)
+        flat.copy_(full)
+
+    def free(*_):
+        storage.resize_(0)
+
+    wanted = F.linear(*(tensor.to(LOW[level]) for tensor in (X, layer.weight.clone())))
+    model, _ = prepared(level, model=nn.Sequential(layer))
+    layer.register_forward_pre_hook(gather)
+    layer.register_forward_hook(free)
+    free()
+    assert same([model(X), model(X)], [wanted, wanted])
+
+
 class Subclass(nn.Parameter):
     pass
 

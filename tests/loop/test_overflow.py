@@ -93,6 +93,35 @@ def test_an_overflow_of_an_optimizer_that_the_block_was_not_given_moves_its_scal
     assert loops.loss_scale() == (2.0**16 if cleared else 2.0**15)
 
 
+@pytest.fixture
+def unwritten_memory_is_nan():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("unwritten_memory_is_nan")
+@loops.every(level=["O1", "O2"], is_late=[True, False])
+def test_a_skipped_first_step_of_a_group_leaves_no_momentum(level, is_late):
+    """torch's fused SGD would leave one that it has not written (2.13)."""
+
+    def trained(fused):
+        options = {"lr": 0.125, "momentum": 0.5, "fused": fused}
+        model, optimizer = loops.prepared(
+            level,
+            lambda params: torch.optim.SGD([{"params": [param]} for param in params], **options),
+            loops.Weights(),
+            max_loss_scale=2.0**8,
+        )
+        if is_late:
+            loops.descend(model(a=1.0), optimizer)
+        for size in (torch.inf, 1.0, 1.0):
+            loops.descend(model(a=size, b=size), optimizer)
+        return loops.masters(optimizer)
+
+    assert loops.same(trained(fused=True), trained(fused=False))
+
+
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @pytest.mark.parametrize("overflows", [True, False])
 def test_a_pass_that_creates_a_graph_is_checked(level, overflows):
