@@ -130,6 +130,17 @@ def test_a_pre_hook_that_reads_a_gradient_gets_it_in_fp32(counted):
 
 
 @pytest.mark.parametrize("least", [1, 1e9])
+def test_torch_refuses_a_pass_through_weights_that_were_stepped_since(least, monkeypatch):
+    monkeypatch.setattr(block_step, "least_elements", least)
+    model, optimizer = loops.prepared("O5", loops.fused_adamw_of)
+    x, y = loops.batch()
+    earlier = loops.loss_of(model, x, y)
+    loops.train_step(model, optimizer, x, y)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        earlier.backward()
+
+
+@pytest.mark.parametrize("least", [1, 1e9])
 def test_a_step_of_torchs_grad_scaler_leaves_unscaled_gradients(least, monkeypatch):
     monkeypatch.setattr(block_step, "least_elements", least)
     model, optimizer = loops.prepared("O5", loops.fused_adamw_of)

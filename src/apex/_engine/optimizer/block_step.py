@@ -182,7 +182,8 @@ def _run_blocks(
         wide_grads = _filled(buffer, low_grads)
         kernel(params, wide_grads, *states, **kwargs)
         foreach.copy_(_pieces(models, block), params)
-    increment_version(models)
+    # Not of ``models``: in a dispatch mode, detach() makes a counter of its own.
+    increment_version([pair.model for pair in pairs])
     masters.mark_synced(pairs)
 
 
