@@ -398,6 +398,18 @@ def test_gradients_stay_views_of_a_flat_tensor(level, optimizers, compute, clear
     assert training.weights() == pytest.approx(expected, rel=4e-3)
 
 
+def test_a_view_that_was_cleared_stays_cleared(level):
+    """A script reads the masters' gradients, as a clip does, and then drops them."""
+    training = Training(level)
+    views_of_a_flat_tensor(training)
+    training.block(*ONE)
+    assert training.grads("masters") == [*ONE]
+    training.optimizer.zero_grad()
+    training.optimizer.step()
+    assert [param.grad for param in training.side("model")] == [None] * 4
+    assert training.weights() == [1.0] * 4
+
+
 @pytest.mark.filterwarnings("ignore:optimizer.step.. got gradients that no amp.scale_loss")
 def test_a_gradient_may_be_an_expanded_number(level):
     training = Training(level)
