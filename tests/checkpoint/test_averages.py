@@ -56,6 +56,16 @@ def test_an_averaged_model_of_the_prepared_model_is_exact(level, form, caplog):
     assert not caplog.records
 
 
+def test_an_average_has_what_a_script_writes_to_the_weights_after_the_step(level):
+    model, optimizer = pair_at(level)
+    average = AveragedModel(model)
+    loops.train_step(model, optimizer, *loops.batch())
+    with torch.no_grad():
+        model[0].weight.fill_(0.5)
+    average.update_parameters(model)  # the first one copies
+    assert (average.module[0].weight == 0.5).all()
+
+
 def lerp(average, model):
     for old, new in zip(average.parameters(), model.parameters(), strict=True):
         old.lerp_(new, 0.25)

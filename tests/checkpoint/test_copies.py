@@ -260,7 +260,7 @@ def test_an_optimizer_alone_is_plain_and_its_state_loads_back(level, way):
         assert torch.equal(weight, master.to(weight.dtype))
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
+@loops.every(way=[*WAYS.values(), copy.copy], elsewhere=[False, True])
 def test_a_copy_has_the_weights_that_were_written_since_the_last_step(way, elsewhere):
     model, optimizer = loops.trained("O5")
     expected = loops.masters(optimizer)
@@ -269,6 +269,16 @@ def test_a_copy_has_the_weights_that_were_written_since_the_last_step(way, elsew
         if elsewhere:
             model[0].weight.data = model[0].weight.detach().clone()
     assert loops.same(expected, loops.values(way(model).parameters()))
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_after_a_copy_that_failed_the_next_one_is_plain(level, way):
+    model, _ = pair_trained(level)
+    model.inner[0].lock = threading.Lock()  # which is neither copied nor pickled
+    with pytest.raises(TypeError, match="pickle"):
+        way(model)
+    del model.inner[0].lock
+    assert_plain(way(model), dict(model.state_dict()))
 
 
 def test_a_copy_made_while_weights_are_swapped_leaves_the_masters(way):
