@@ -192,6 +192,17 @@ def test_16_bit_entries_leave_the_low_bits_of_what_they_restore():
     assert torch.equal(exact_of(model, masters, "last.weight"), exact)
 
 
+def test_what_is_written_to_a_weight_after_its_entry_was_loaded_stays():
+    """Such as a head that a script initializes anew."""
+    model, optimizer = loops.prepared("O5")
+    model.load_state_dict({name: value / 3.0 for name, value in model.state_dict().items()})
+    with torch.no_grad():
+        model[2].weight.fill_(0.5)
+    model(loops.batch()[0])
+    assert (model[2].weight == 0.5).all()
+    assert (exact_of(model, optimizer, "2.weight") == 0.5).all()
+
+
 def test_16_bit_entries_replace_what_was_written_to_the_masters():
     model, optimizer = loops.prepared("O5", model=BufferNet())
     backup = {name: param.detach().clone() for name, param in model.named_parameters()}
