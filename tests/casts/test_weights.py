@@ -189,6 +189,15 @@ def test_a_step_of_a_kernel_that_counts_no_writes_is_seen(layer_class, level):
     torch.testing.assert_close(found.float(), layer.weight.sum(1), rtol=2e-2, atol=0.5)
 
 
+@pytest.mark.parametrize("layer_class", [nn.Linear, Product])
+def test_a_write_to_the_end_of_a_large_weight_is_seen(layer_class, level):
+    layer, _ = prepared(level, model=layer_class(2, 128, bias=False))
+    _awaits_its_backward = layer(torch.ones(1, 2, requires_grad=True))
+    with torch.no_grad():
+        layer.weight[-1] = 8.0
+    assert layer(torch.ones(1, 2)).view(-1)[-1] == 16.0
+
+
 @pytest.mark.parametrize("passes", ["plain", "grad", "retained"])
 def test_an_uncounted_write_after_the_backward_pass_is_seen(passes, level):
     """As in a step that the script writes itself, while it still holds the loss."""
