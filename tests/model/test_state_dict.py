@@ -170,12 +170,12 @@ def test_saving_walks_through_no_entries_for_each_weight():
     assert entries.walks == 0 < len(entries)
 
 
-def test_a_part_is_saved_as_it_is_now_and_without_its_model():
+@pytest.mark.parametrize("by", ["copy_", "data.copy_"])
+def test_a_part_is_saved_as_it_is_now_and_without_its_model(by):
     model, _ = loops.prepared("O5", model=BufferNet())
     part = model.last
     kept = part.state_dict()
-    with torch.no_grad():
-        part.weight.fill_(0.5)
+    loops.change([part.weight], [torch.full((2, 4), 0.5)], by)
     assert (part.state_dict()["weight"] == 0.5).all()
     assert not (kept["weight"] == 0.5).any()
     del model
