@@ -78,6 +78,23 @@ def test_written_weights_reach_the_masters_where_they_differ(level, write):
         assert torch.equal(old.view(-1)[1:], value.view(-1)[1:])
 
 
+@pytest.mark.parametrize("side", ["model", "masters"])
+def test_data_of_another_shape_train_on(level, side):
+    """As of a script that prunes neurons."""
+    model, optimizer = loops.prepared(level, model=nn.Linear(4, 2), loss_scale=8.0)
+    pruned = nn.Linear(4, 1)
+    params = model.parameters() if side == "model" else amp.master_params(optimizer)
+    for param, kept in zip([*params], pruned.parameters(), strict=True):
+        param.data = param.data[:1].clone()
+        kept.data.copy_(param.data)
+    pair = loops.prepared(level, model=pruned, loss_scale=8.0)
+    x, y = loops.batch()
+    for each in ((model, optimizer), pair):
+        loops.train_step(*each, x, y[:, :1])
+        assert loops.agree(*each)
+    assert loops.same(loops.masters(optimizer), loops.masters(pair[1]))
+
+
 def test_the_memory_of_a_weight_whose_data_was_replaced_is_freed_by_the_step(level):
     model, optimizer = loops.prepared(level, loss_scale=8.0)
     weight = model[0].weight
