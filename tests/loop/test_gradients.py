@@ -342,6 +342,16 @@ def test_many_small_gradients_add_up_in_fp32(level, kind):
     assert [master.grad[0].item() for master in amp.master_params(optimizer)] == [300.0, 300.0]
 
 
+@masters
+def test_the_gradient_of_a_penalty_on_the_masters_adds_up_in_fp32(level):
+    """A gradient in 16 bits has no room for it."""
+    training = Training(level)
+    masters = training.side("masters")  # before, as a look at them makes gradients fp32
+    training.block(*[1.0] * 4)
+    (sum(master.sum() for master in masters) * 2.0**-12).backward()
+    assert training.grads("model") == [1.0 + 2.0**-12] * 4
+
+
 def views_of_a_flat_tensor(training):
     params = training.side("model")
     flat = torch.zeros(sum(map(torch.numel, params)), dtype=params[0].dtype)
