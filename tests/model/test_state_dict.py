@@ -163,11 +163,13 @@ class CountedEntries(OrderedDict):
 
 
 def test_saving_walks_through_no_entries_for_each_weight():
+    """Also while an earlier state is kept."""
     model, _ = loops.prepared("O5", model=BufferNet())
-    entries = CountedEntries()
-    entries._metadata = OrderedDict()
-    model.state_dict(destination=entries)
-    assert entries.walks == 0 < len(entries)
+    saved = [CountedEntries(), CountedEntries()]
+    for entries in saved:
+        entries._metadata = OrderedDict()
+        model.state_dict(destination=entries)
+        assert entries.walks == 0 < len(entries)
 
 
 @pytest.mark.parametrize("by", ["copy_", "data.copy_"])
