@@ -691,3 +691,22 @@ def test_a_gradient_with_a_graph_is_differentiated_on_either_side(level):
         (param,) = side()
         (second,) = torch.autograd.grad(param.grad.float().sum(), model.weight)
         assert second.tolist() == [[4.0, 4.0]]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_a_gradient_with_a_graph_is_differentiated_after_the_next_pass_too(level):
+    """torch adds to such a gradient out of place."""
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = loops.sgd(model.parameters())
+    initialize(model, optimizer, level)
+    penalties = []
+    for _ in range(2):
+        loss = model(torch.ones(1, 2)).float().square().sum()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward(create_graph=True)
+        penalties.append(model.weight.grad.float().square().sum())
+    for penalty, expected in zip(penalties, (32.0, 128.0), strict=True):
+        (second,) = torch.autograd.grad(penalty, model.weight, retain_graph=True)
+        assert second.tolist() == [[expected] * 2]
+    model.weight.grad = None  # and so the graph, which refers to the weight
