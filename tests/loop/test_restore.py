@@ -308,3 +308,14 @@ def test_an_optimizer_may_be_named_twice(level):
     amp.restore(model, [optimizer, optimizer])
     assert type(optimizer) is torch.optim.SGD
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_restored_model_that_a_script_casts_is_prepared_as_any_16_bit_model(level):
+    model = loops.net().requires_grad_(False)
+    model[2].requires_grad_(True)
+    amp.restore(*loops.prepared(level, model=model, keep_fp32_values=True))
+    plain = loops.net().half()
+    for each in (model.half(), plain):
+        loops.prepared("O0", model=each)
+    assert loops.same(loops.values(model.parameters()), loops.values(plain.parameters()))
