@@ -76,11 +76,6 @@ class SharedCasts:
             self._kept.append(cast)
         return cast
 
-    @property
-    def _is_awaited(self) -> bool:
-        """Whether an output awaits its backward pass."""
-        return self._hook() is not None
-
     def begin_forward(
         self, weights: Weights, device: torch.device, dtype: torch.dtype, is_inside: bool
     ) -> bool:
@@ -92,14 +87,15 @@ class SharedCasts:
             dtype: The dtype of its casts.
             is_inside: Whether it is inside another forward pass with casts to this dtype.
         """
+        is_awaited = self._hook() is not None  # an output awaits its backward pass
         if not torch.is_grad_enabled() or backward_id() != -1 or is_recorded(device):
-            if self._is_awaited:
+            if is_awaited:
                 torch.set_autocast_cache_enabled(False)  # until the forward ends
             elif not is_inside:
                 self._clear_cache()
             return False
         place = dtype, current_stream(device)
-        is_valid = is_inside or self._is_awaited
+        is_valid = is_inside or is_awaited
         if is_valid:
             weights.find()
         for cached, state in [*self._cached.items()]:
@@ -118,7 +114,7 @@ class SharedCasts:
         # if it is a pass without gradients around one with gradients.
         is_unknown = weights not in self._cached
         is_filled = is_unknown and torch.is_autocast_cache_enabled()
-        if is_filled or not self._is_awaited:
+        if is_filled or self._hook() is None:
             self._clear_cache()
 
     def await_backward(self, output: Any) -> None:
