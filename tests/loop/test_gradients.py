@@ -343,6 +343,17 @@ def test_many_small_gradients_add_up_in_fp32(level, kind):
 
 
 @masters
+def test_what_a_script_writes_into_a_cleared_gradient_adds_up_in_fp32(level):
+    training = Training(level)
+    training.block(*[1.0] * 4)
+    training.optimizer.zero_grad(set_to_none=False)
+    for param in training.side("model"):
+        param.grad.fill_(1.0)
+    training.block(*[2.0**-12] * 4)
+    assert training.grads("model") == [1.0 + 2.0**-12] * 4
+
+
+@masters
 def test_the_gradient_of_a_penalty_on_the_masters_adds_up_in_fp32(level):
     """A gradient in 16 bits has no room for it."""
     training = Training(level)
