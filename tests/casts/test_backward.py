@@ -40,6 +40,14 @@ hook = loops.each_of(True, False, ids=["hook", "function"])
 block = loops.each_of(True, False, ids=["scale_loss", "backward"])
 
 
+def test_a_script_s_own_block_in_a_pass_casts_by_the_rows(hook, block):
+    def rule(grad):
+        with torch.autocast("cpu", BF16):
+            return grad.exp().dtype, torch.mm(grad.float(), grad.float()).dtype
+
+    assert in_pass(rule, hook=hook, block=block) == [(FP32, BF16)]
+
+
 MIXED = {
     "@": (lambda g, w: g @ w, BF16),
     "right @": (lambda g, w: w @ g, BF16),

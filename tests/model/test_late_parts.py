@@ -26,6 +26,16 @@ def replace_head(model, optimizer):
     optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.05})
 
 
+def test_a_module_that_takes_over_weights_loads_them_to_the_last_bit(level):
+    model, _ = prepare(level)
+    own = nn.Linear(8, 2)
+    own.weight, own.bias = model[2].weight, model[2].bias
+    model[2] = own
+    exact = {name: value / 3.0 for name, value in loops.net().state_dict().items()}
+    model.load_state_dict(exact)
+    assert loops.same(dict(model.state_dict()), exact)
+
+
 def prepare_in_two_calls(level):
     model, optimizer = loops.plain_pair()
     options = {"opt_level": level, "verbosity": 0, "loss_scale": 64.0}
