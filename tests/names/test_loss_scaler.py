@@ -77,6 +77,7 @@ def test_each_scaler_has_one_view_which_keeps_what_scripts_put_on_it():
 
 def test_scalers_can_be_exchanged_and_added():
     amp._amp_state.loss_scalers = [LossScaler(2.0)]  # as in apex, initialize makes others
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0  # also without a session
     model, optimizer = loops.prepared("O2")
     amp._amp_state.loss_scalers[0] = made = LossScaler(4.0)
     assert [*amp._amp_state.loss_scalers] == [made]

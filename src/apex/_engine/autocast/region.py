@@ -150,7 +150,7 @@ def casts_off() -> Iterator[None]:
 
 
 def devices_cast() -> list[str]:
-    """Returns the device types whose autocast has the dtype of a live session, in any block."""
+    """Returns the device types whose autocast is on, by any block, with a live session's dtype."""
     return [device for device in devices_on() if _is_ours(device)]
 
 

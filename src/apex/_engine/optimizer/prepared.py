@@ -103,7 +103,8 @@ class PreparedOptimizer:
         self.stepping = False
         # The present step, if it runs by blocks.
         self._blocks: BlockStep | None = None
-        # Whether torch's GradScaler has looked at it since its last step, which looks alike itself.
+        # Whether torch's GradScaler has looked at it since its last step. A step asks the optimizer
+        # as a GradScaler does, so it starts anew.
         self.asked_by_grad_scaler = False
         # Gradients of a block that a CUDA graph has captured without the step: each replay writes
         # them anew. None without such a graph.
