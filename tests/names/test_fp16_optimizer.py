@@ -104,6 +104,19 @@ def test_an_overflow_is_logged_if_asked_for(wrapper, caplog):
         assert (optimizer.overflow, "Skipping step" in caplog.text) == (True, verbose)
 
 
+def test_a_dynamic_scale_stays_within_the_bounds_of_its_class():
+    for wrapper, start, overflow, bound in (
+        (OLD, 2.0**24, False, 2.0**24),
+        (OLD, 1.0, True, 0.5),
+        (FLAT, 2.0**24, False, 2.0**25),
+        (FLAT, 1.0, True, 1.0),
+    ):
+        args = {"init_scale": start, "scale_window": 1}
+        _, optimizer = build(wrapper, dynamic_loss_scale=True, dynamic_loss_args=args)
+        optimizer.loss_scaler.update_scale(overflow)
+        assert optimizer.loss_scale == bound
+
+
 # -- gradients -------------------------------------------------------------------------------
 
 
@@ -242,7 +255,7 @@ def test_a_closure_that_overflows_is_called_again_at_a_lower_scale(overflows, ca
     calls = []
 
     def evaluate():
-        optimizer.zero_grad()
+        model.zero_grad()
         calls.append(1)
         loss = loss_of(model, overflow=len(calls) <= overflows)
         optimizer.backward(loss)
@@ -454,6 +467,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(wrapper):
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_a_script_saves_and_loads_the_flat_masters_itself(layout):
     def setup():
+        torch.manual_seed(3)
         model = nn.Conv2d(3, 2, 2).bfloat16().to(memory_format=layout)
         return model, FLAT(optimizers.FusedAdam(model.parameters(), lr=0.05))
 
@@ -464,13 +478,15 @@ def test_a_script_saves_and_loads_the_flat_masters_itself(layout):
             optimizer.step()
         return masters(optimizer)
 
-    (model, first), (other, second) = setup(), setup()
+    (model, first), (other, second), (unsaved, third) = setup(), setup(), setup()
     train_conv(model, first)
+    train_conv(unsaved, third)
     other.load_state_dict(model.state_dict())
     second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
     for current, saved in zip(second.fp32_groups_flat, first.fp32_groups_flat, strict=True):
         current.data.copy_(saved)
-    assert same(train_conv(other, second), train_conv(model, first))
+    expected = train_conv(unsaved, third)
+    assert same([train_conv(model, first), train_conv(other, second)], [expected, expected])
     weight, bias = second.param_groups[0]["params"]
     bias.data = bias.data.clone()  # a script moves it alone
     assert second.fp32_groups_flat[0].zero_().data_ptr() == weight.data_ptr()

@@ -158,6 +158,12 @@ def test_overflow_is_an_inf_or_nan_and_no_large_number(dtype):
     assert large.grad.tolist() == [largest, largest]
 
 
+def test_overflow_of_a_sparse_gradient_is_that_of_the_sum_of_its_rows():
+    table = nn.Embedding(3, 2, sparse=True)
+    table(torch.tensor([1, 1])).mul(2e38).sum().backward()
+    assert DynamicLossScaler().has_overflow(table.parameters())
+
+
 def test_a_scaler_that_apex_pickled_goes_on():
     scaler = DynamicLossScaler.__new__(DynamicLossScaler)
     state = {"cur_scale": 8.0, "cur_iter": 3, "last_overflow_iter": 1}
