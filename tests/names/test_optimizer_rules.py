@@ -1,5 +1,7 @@
 """Every rule of apex.optimizers, contrib.optimizers and fused_adam_cuda against plain loops."""
 
+import copy
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ import fused_adam_cuda
 from apex import optimizers
 from apex.contrib import optimizers as contrib
 from tests.support import fused
-from tests.support.loops import agree, every, prepared
+from tests.support.loops import agree, every, prepared, same
 from tests.support.reference import plain_optimizers
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -38,7 +40,8 @@ RULES = {
         {}, {"weight_decay": 0.0}, {"weight_decay": 0.0, "use_nvlamb": True},
         {"adam_w_mode": False}, {"grad_averaging": False, "max_grad_norm": 1e9},
         {"bias_correction": False}, NO_AVERAGE]),
-    "mixed lamb": (optimizers.FusedMixedPrecisionLamb, plain_optimizers.LAMB, LAMB, [{}]),
+    "mixed lamb": (optimizers.FusedMixedPrecisionLamb, plain_optimizers.LAMB, LAMB, [
+        {}, {"max_grad_norm": 1e9}]),
     "novograd": (optimizers.FusedNovoGrad, plain_optimizers.NovoGrad, ADAM, [
         {}, {"reg_inside_moment": True}, {"norm_type": 0}, {"init_zero": True},
         {"grad_averaging": False, "bias_correction": False},
@@ -138,7 +141,7 @@ def test_arguments_of_the_first_fused_adam_give_its_bits(inside):
 def test_adam_clips_each_group_by_the_norm_of_unscaled_gradients():
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
     ours, theirs = fused.parameters(), fused.parameters()
-    groups = [{"params": ours[:2], "max_grad_norm": 0.5}, {"params": ours[2:]}]
+    groups = [{"params": ours[:2], "max_grad_norm": 0.5}, {"params": ours[2:], "max_grad_norm": 99}]
     clips, steps = optimizers.FusedAdam(groups), optimizers.FusedAdam(theirs)
     for step in range(3):
         grads = fused.gradients(ours, step)
@@ -150,6 +153,50 @@ def test_adam_clips_each_group_by_the_norm_of_unscaled_gradients():
         torch.nn.utils.clip_grad_norm_(theirs[:2], 0.5)
         steps.step()
     fused.assert_same(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_adam_clips_16_bit_gradients_in_fp32():
+    averages = []
+    for dtype in (BF16, FP32):
+        params = fused.parameters(dtype)
+        optimizer = optimizers.FusedAdam(params, max_grad_norm=0.5)
+        grads = fused.gradients(params, 0, BF16)
+        fused.give(params, [grad.to(dtype) for grad in grads])
+        optimizer.step()
+        averages.append([optimizer.state[param]["exp_avg"] for param in params])
+    fused.assert_same(*averages, **EXACT)
+
+
+def test_contrib_s_adam_clips_each_group_by_the_norm_that_is_given():
+    runs = []
+    for gives in (False, True):
+        params = fused.parameters()
+        grads = [fused.gradients(params[:2], 0), fused.gradients(params[2:], 1)]
+        scaled = [[4.0 * grad for grad in group] for group in grads]
+        norms = [torch.nn.utils.get_total_norm(group) for group in scaled]
+        groups = [{"params": params[:2]}, {"params": params[2:]}]
+        optimizer = contrib.FusedAdam(groups, eps=1.0, max_grad_norm=0.5)
+        optimizer.step(grads=scaled, scale=4.0, grad_norms=norms if gives else None)
+        runs.append(params)
+    fused.assert_same(*runs, **CLOSE)
+
+
+def test_dampened_momentum_of_some_parameters_goes_on_when_others_start():
+    params, alone = fused.parameters(), fused.parameters()[:1]
+    options = {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}
+    optimizer, other = optimizers.FusedSGD(params, **options), optimizers.FusedSGD(alone, **options)
+    for step, count in enumerate((1, 4)):
+        fused.give(params[:count], fused.gradients(params[:count], step))
+        optimizer.step()
+    fused.run(other, alone, 2)
+    fused.assert_same(params[:1], alone, **EXACT)
+
+
+def test_mixed_lamb_starts_at_the_step_that_is_given():
+    params = fused.parameters()
+    optimizer = optimizers.FusedMixedPrecisionLamb(params[:2], step=3)
+    optimizer.add_param_group({"params": params[2:]})
+    assert [int(group["step"]) for group in optimizer.param_groups] == [3, 3]
 
 
 @every(kind=[contrib.FusedAdam, contrib.FusedSGD], nested=[False, True])
@@ -211,10 +258,11 @@ MASTERS = [
 def test_masters_move_as_fp32_parameters_do_and_survive_a_checkpoint(kind, options, plain):
     params = fused.parameters(BF16)
     wide = [torch.nn.Parameter(p.detach().float()) for p in params]
-    optimizer, other = kind(params, lr=1e-4, **options), kind(wide, lr=1e-4, **plain)
+    optimizer, other = kind(params, lr=0.01, **options), kind(wide, lr=0.01, **plain)
     for step in range(4):
         if step == 2:
-            saved, optimizer = optimizer.state_dict(), kind(params, lr=1e-4, **options)
+            saved, optimizer = optimizer.state_dict(), kind(params, lr=0.01, **options)
+            before = copy.deepcopy(saved["state"])
             optimizer.load_state_dict(saved)
         fused.give(params, fused.gradients(params, step))
         fused.give(wide, [p.grad.float() for p in params])
@@ -223,6 +271,9 @@ def test_masters_move_as_fp32_parameters_do_and_survive_a_checkpoint(kind, optio
     masters = [optimizer.state[p]["master_param"] for p in params]
     fused.assert_same(masters, wide, **EXACT)
     fused.assert_same(params, [p.to(BF16) for p in wide], **EXACT)
+    assert same(saved["state"], before)
+    copied = copy.deepcopy(optimizer)
+    assert {key: getattr(copied, key) for key in options} == options
     (group,) = optimizer.param_groups
     assert isinstance(group["lr"], torch.Tensor)
     assert group["step"].dtype is torch.int32

@@ -80,12 +80,13 @@ def test_grad_scaler_skips_without_a_wait_and_warns_of_nothing_under_a_scheduler
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     for index, factor in enumerate((1.0, 1.0, float("inf"))):
         scaled(params, scaler, factor)
-        before = fused.snapshot(optimizer)
+        before = fused.snapshot(optimizer), loops.grads(params)
         with HostReads() as reads:
             scaler.step(optimizer)
             scaler.update()
         assert not reads.count or index == 0  # dampening asks once, for the start of the momentum
-        assert loops.same(fused.snapshot(optimizer), before) is (index == 2)
+        after = fused.snapshot(optimizer), loops.grads(params)
+        assert loops.same(after, before) is (index == 2)
     assert scaler.get_scale() == 32.0
 
 
@@ -160,10 +161,11 @@ def test_the_state_of_another_model_or_optimizer_is_refused(name, saved, shapes,
 
 def test_closure_scheduler_groups_and_rates(name):
     params = fused.parameters()
-    optimizer = fused.MAKERS[name]([{"params": params[:2]}, {"params": params[2:3], "lr": 0.0}])
+    groups = [{"params": params[:2]}, {"params": params[2:3], "lr": 0.0}, {"params": []}]
+    optimizer = fused.MAKERS[name](groups)
     before = loops.values(params)
     fused.give(params, fused.gradients(params, 0))
-    assert optimizer.step(lambda: 7.0) == 7.0
+    assert optimizer.step(torch.is_grad_enabled) is True
     moved = [not torch.equal(a, b) for a, b in zip(before, params, strict=True)]
     assert moved == [True, True, False, False]
     optimizer.add_param_group({"params": params[3:]})
@@ -190,6 +192,14 @@ def test_what_no_rule_steps_is_refused_before_anything_changes(name):
     param.grad = torch.ones_like(param)
     with pytest.raises(RuntimeError, match="complex64"):
         fused.MAKERS[name]([param]).step()
+
+
+def test_groups_on_the_device_have_rates_of_their_own():
+    params, rate = fused.parameters(), torch.tensor(0.5)
+    groups = [{"params": params[:2]}, {"params": params[2:]}]
+    optimizer = optimizers.FusedAdam(groups, lr=rate, capturable=True)
+    optimizer.param_groups[0]["lr"].fill_(0.0)
+    assert [*map(float, (rate, optimizer.param_groups[1]["lr"]))] == [0.5, 0.5]
 
 
 def test_zero_grad_drops_gradients_only_if_set_so():
@@ -226,6 +236,8 @@ BAD_OPTIONS = [
     (TypeError, "bias_correction", "FusedAdam", {"bias_correction": (0.9, 0.99)}),
     (ValueError, "momentum is -1", "FusedSGD", {"lr": 0.1, "momentum": -1.0}),
     (ValueError, "nesterov=True got", "FusedSGD", {"lr": 0.1, "nesterov": True}),
+    (ValueError, "nesterov=True got", "FusedSGD",
+     {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "nesterov": True}),
     (ValueError, "lr", "FusedSGD", {}),
     (TypeError, "adam_w_mode is 'no'; it must", "FusedLAMB", {"adam_w_mode": "no"}),
     (RuntimeError, "norm_type=1", "FusedNovoGrad", {"norm_type": 1}),
