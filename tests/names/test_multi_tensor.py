@@ -93,6 +93,7 @@ def test_the_number_of_lists_counts_and_empty_ones_give_nothing():
             function(65536, flag(), [tensors(FP32)] * (count + 2), *args)
         result = function(65536, overflow, [[] for _ in range(count)], *args)
         assert overflow.item() == 0
+        assert (result is None) is ("norm" not in name)
         assert result is None or (result[0].tolist(), result[1].tolist()) == ([0.0], [])
 
 
@@ -133,6 +134,8 @@ def test_scale_is_computed_in_fp32_rounded_once_and_checked(target_dtype):
             amp_C.multi_tensor_scale(65536, overflow, [sources, targets], 1.0)
             assert overflow.item() == 1
             torch.testing.assert_close(targets[1][3].float(), torch.tensor(value), equal_nan=True)
+        amp_C.multi_tensor_scale(65536, overflow, [targets[:1], targets[:1]], 1.0)
+        assert overflow.item() == 1  # until the script resets it
     target, flat, overflow = torch.zeros(1, 1, dtype=FP16), torch.tensor([60000.0]), flag()
     amp_C.multi_tensor_scale(65536, overflow, [[flat], [target]], 10.0)
     assert (overflow.item(), target.item()) == (0, INF)  # the sources alone count
@@ -249,9 +252,10 @@ def test_adam_adagrad_and_novograd_step_as_the_optimizers_whatever_the_flag_says
     options |= {"betas": (0.8, 0.9), "reg_inside_moment": mode == 0}
     for norm_type in (0, 2):
         names = ("exp_avg", "exp_avg_sq")
-        lists, expected = third_step(FusedNovoGrad, names, norm_type=norm_type, **options)
+        own = {"norm_type": norm_type, "grad_averaging": norm_type == 2, **options}
+        lists, expected = third_step(FusedNovoGrad, names, **own)
         norms = torch.stack(lists.pop())
-        args = (norms, 0.1, 0.8, 0.9, 1e-6, 3, 1, 0.1, 1, mode, norm_type)
+        args = (norms, 0.1, 0.8, 0.9, 1e-6, 3, 1, 0.1, int(norm_type == 2), mode, norm_type)
         amp_C.multi_tensor_novograd(65536, flag(1), lists, *args)
         assert_stepped(lists, expected[:2])
         torch.testing.assert_close(norms, torch.stack(expected[2]), **CLOSE)
@@ -274,6 +278,24 @@ def test_lamb_steps_as_the_optimizer_in_one_call_and_in_two_stages(weight_decay,
     args = (*norms, 0.1, weight_decay, nvlamb)
     amp_C.multi_tensor_lamb_stage2_cuda(65536, flag(), [lists[1], updates], *args)
     assert_stepped(lists, expected)
+
+
+def test_the_second_stage_without_a_decay_gives_every_tensor_a_trust_ratio():
+    runs = []
+    for rest in ((), (0.0, True)):
+        params, updates = tensors(FP32), tensors(FP32, seed=1)
+        norms = [amp_C.multi_tensor_l2norm(65536, flag(), [x], True)[1] for x in (params, updates)]
+        args = (*norms, 0.1, *rest)
+        amp_C.multi_tensor_lamb_stage2_cuda(65536, flag(), [params, updates], *args)
+        runs.append(params)
+    fused.assert_same(*runs, **EXACT)
+
+
+def test_the_first_run_of_sgd_starts_the_momentum_with_the_gradient():
+    grads, momenta = tensors(FP32), like(tensors(FP32))
+    lists = [grads, tensors(FP32, seed=1), momenta]
+    amp_C.multi_tensor_sgd(65536, flag(), lists, 0.0, 0.9, 0.5, 0.1, False, True, False)
+    fused.assert_same(momenta, tensors(FP32), **EXACT)
 
 
 COUNT, SCALE, INVERSE = torch.tensor([3], dtype=torch.int32), torch.tensor([64.0]), 1 / 64
