@@ -93,6 +93,8 @@ def test_autograd_functions_give_what_the_functions_give(name):
     assert all(map(torch.equal, *found))
     with torch.autocast("cpu", BF16):
         assert function.apply(*inputs, (SIZE,), 1e-5).dtype is FULL  # as in apex
+    low = made[0].bfloat16(), *inputs[1:]
+    assert function.apply(*low, (SIZE,), 1e-5).dtype is (FULL if AFFINE[name][2] else BF16)
     # Megatron-LM looks for it there.
     assert inspect.getfullargspec(function.forward).args[-1] == "memory_efficient"
     plain = getattr(fused, AFFINE[name][0].partition("Affine")[0] + "Function")
@@ -123,6 +125,8 @@ def test_manual_rms_norm_has_the_dtype_of_t5s_own(dtype):
         low = weight is not None and weight.dtype is BF16
         assert result.dtype is (BF16 if low else FULL)
         norms.assert_close(result, norms.rms_norm(x, weight, eps=1e-6))
+        with torch.autocast("cpu", HALF):
+            assert fused.manual_rms_norm(x, (SIZE,), weight, 1e-6).dtype is result.dtype
 
 
 # -- under autocast ------------------------------------------------------------------------------
