@@ -185,10 +185,12 @@ def test_scales_that_wait_for_the_first_iteration_are_saved_as_they_were_loaded(
     model, wrapper = wrapped(Ours, "O5", loss_scale="dynamic")
     overflow(model, wrapper)
     state = wrapper.state_dict()
-    resumed = wrapped(Ours, "O5", loss_scale="dynamic")[1]
+    other, resumed = wrapped(Ours, "O5", loss_scale="dynamic")
     resumed.load_state_dict(state)
     assert state["apex_amp"]["loss_scaler0"]["loss_scale"] == 2.0**15
     assert resumed.state_dict()["apex_amp"] == state["apex_amp"]
+    overflow(other, resumed)
+    assert scale(resumed) == 2.0**14
 
 
 def test_a_disabled_wrapper_trains_without_amp():
