@@ -255,7 +255,7 @@ def test_a_closure_that_overflows_is_called_again_at_a_lower_scale(overflows, ca
     calls = []
 
     def evaluate():
-        model.zero_grad()
+        optimizer.zero_grad()
         calls.append(1)
         loss = loss_of(model, overflow=len(calls) <= overflows)
         optimizer.backward(loss)
@@ -268,6 +268,21 @@ def test_a_closure_that_overflows_is_called_again_at_a_lower_scale(overflows, ca
     assert optimizer.step(evaluate).isfinite()
     assert optimizer.loss_scale == 8.0 / 2 ** min(overflows, 3)
     assert "Overflow within the closure; loss scale 4" in caplog.text
+
+
+def test_a_closure_is_called_again_until_its_scale_fits():
+    model, optimizer = build(
+        OLD, dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**24}
+    )
+
+    def evaluate():
+        model.zero_grad()
+        loss = loss_of(model)
+        optimizer.backward(loss)
+        return loss
+
+    assert optimizer.step(evaluate).isfinite()
+    assert 1.0 < optimizer.loss_scale < 2.0**24
 
 
 # -- construction ----------------------------------------------------------------------------
@@ -469,15 +484,16 @@ def test_a_script_saves_and_loads_the_flat_masters_itself(layout):
     def setup():
         torch.manual_seed(3)
         model = nn.Conv2d(3, 2, 2).bfloat16().to(memory_format=layout)
-        return model, FLAT(optimizers.FusedAdam(model.parameters(), lr=0.05))
+        return model, FLAT(torch.optim.Adam(model.parameters(), lr=0.05, fused=True))
 
     def train_conv(model, optimizer):
         for _ in range(2):
             optimizer.zero_grad()
-            optimizer.backward(model(torch.ones(2, 3, 4, 4).bfloat16()).float().square().sum())
+            optimizer.backward(model(x).float().square().sum())
             optimizer.step()
         return masters(optimizer)
 
+    x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(5)).bfloat16()
     (model, first), (other, second), (unsaved, third) = setup(), setup(), setup()
     train_conv(model, first)
     train_conv(unsaved, third)
