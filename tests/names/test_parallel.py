@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from apex import amp, parallel
+from apex import amp, optimizers, parallel
 from apex.parallel import distributed as d
 from apex.parallel import multiproc
-from tests.support import loops
+from tests.support import fused, loops
 from tests.support.ranks import fake_group
 
 LEVELS = ["O1", "O2", "O5"]
@@ -91,6 +91,45 @@ def test_larc_steps_the_masters_by_the_trust_ratio_and_skips_or_takes_closures(l
             assert not any(map(torch.equal, loops.masters(optimizer), masters))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_larc_scales_by_the_norm_of_weights_that_a_script_has_written(level):
+    runs = []
+    for reads in (True, False):
+        model, optimizer = loops.prepared(level, lambda params: parallel.LARC(sgd(params)))
+        loops.backward(model, optimizer, *loops.batch())
+        with torch.no_grad():
+            model[0].weight.mul_(0.25)
+        if reads:
+            assert all(param.grad is not None for param in amp.master_params(optimizer))
+        optimizer.step()
+        runs.append(loops.masters(optimizer))
+    assert loops.same(*runs)
+
+
+def test_larc_decays_each_group_by_its_own_rate():
+    params, twins = fused.parameters(), fused.parameters()
+
+    def larc(*groups):
+        own = [{"params": each, "weight_decay": decay} for each, decay in groups]
+        return parallel.LARC(torch.optim.SGD(own, lr=0.1))
+
+    fused.run(larc((params[:2], 0.0), (params[2:], 0.5)), params, 2)
+    for each in (larc((twins[:2], 0.0)), larc((twins[2:], 0.5))):
+        fused.run(each, twins, 2)
+    fused.assert_same(params, twins, rtol=0, atol=0)
+
+
+def test_larc_scales_by_what_a_grad_scaler_has_unscaled():
+    params, twins = fused.parameters(), fused.parameters()
+    larc = functools.partial(parallel.LARC, trust_coefficient=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(torch.ones(()))
+    fused.give(params, [64.0 * grad for grad in fused.gradients(params, 0)])
+    scaler.step(larc(optimizers.FusedSGD(params, lr=0.1)))
+    fused.run(larc(optimizers.FusedSGD(twins, lr=0.1)), twins, 1)
+    fused.assert_same(params, twins, rtol=0, atol=0)
+
+
 def test_larc_is_a_wrapper_that_leaves_the_optimizers_options():
     model = ConvNet()
     inner = sgd(model.first.parameters())
@@ -108,7 +147,7 @@ def test_larc_is_a_wrapper_that_leaves_the_optimizers_options():
         optimizer.step(closure)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1]
     model(x()).sum().backward()
-    optimizer.step()
+    assert optimizer.step(lambda: 7.0) == 7.0
     other = parallel.LARC(sgd([{"params": group["params"]} for group in inner.param_groups]))
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert str(other.state_dict()) == str(optimizer.state_dict())
@@ -251,6 +290,9 @@ with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
 if "fail" in sys.argv:
     import time
     sys.exit(3) if os.environ["RANK"] == "1" else time.sleep(60)
+    open(os.path.join(sys.argv[1], "was not terminated"), "w")
+if "kill" in sys.argv:
+    os.kill(os.getpid(), 9)
 """
 
 
@@ -259,6 +301,7 @@ SCRIPTS = [
     (0, "", ["--rank", "9", "--world-size", "9"], ["--rank", "{}", "--world-size", "2"]),
     (0, "'--rank'", [], ["--rank", "{}"]),
     (3, "", ["fail"], ["fail"]),
+    (-9, "", ["kill"], ["kill"]),
 ]
 
 
