@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -99,18 +100,20 @@ def test_without_average_gradients_are_summed(on_two_ranks, delay, predivide):
         assert torch.equal(flat, torch.cat([grad.flatten() for grad in result]))
 
 
-def large_fp16_gradient(rank, options):
-    model = nn.Linear(1, 1, bias=False).half()
+def one_gradient(rank, dtype, value, options):
+    model = nn.Linear(1, 1, bias=False).to(dtype)
     wrapped = DistributedDataParallel(model, **options)
-    wrapped(torch.full((1, 1), 49152.0, dtype=FP16)).sum().backward()
+    wrapped(torch.full((1, 1), value, dtype=dtype)).sum().backward()
     return model.weight.grad.item()
 
 
 def test_always_fp32_sums_beyond_the_range_of_fp16(on_two_ranks, delay):
     options = {"allreduce_always_fp32": True, "delay_allreduce": delay}
-    assert on_two_ranks(large_fp16_gradient, options) == [49152.0] * 2
+    assert on_two_ranks(one_gradient, FP16, 49152.0, options) == [49152.0] * 2
+    options |= {"gradient_predivide_factor": 3.0}
+    assert on_two_ranks(one_gradient, BF16, 1.5078125, options) == [1.5078125] * 2
     options = {"gradient_average": False, "delay_allreduce": delay}
-    assert on_two_ranks(large_fp16_gradient, options) == [float("inf")] * 2
+    assert on_two_ranks(one_gradient, FP16, 49152.0, options) == [float("inf")] * 2
 
 
 def branches():
@@ -160,12 +163,19 @@ def checkpointed():
     return Body(forward, layer=nn.Linear(4, 4))
 
 
-def run_odd_passes(rank):
-    """Checkpointed segments; two forward passes; a pass after one that failed."""
+def run_odd_passes(rank, in_no_sync):
+    """Checkpoints; two forward passes; two passes of one; a pass after one that failed."""
     wrapped = DistributedDataParallel(checkpointed(), delay_allreduce=True, gradient_average=False)
     loss_of(wrapped, rows_of(rank).requires_grad_()).backward()
     again = DistributedDataParallel(net(), delay_allreduce=True)
-    sum(loss_of(again, rows_of(rank)) for _ in range(2)).backward()
+    first = loss_of(again, rows_of(rank))
+    with again.no_sync() if in_no_sync else nullcontext():
+        second = loss_of(again, rows_of(rank))
+    (first + second).backward()
+    retained = DistributedDataParallel(net(), delay_allreduce=True)
+    loss = loss_of(retained, rows_of(rank))
+    loss.backward(retain_graph=True)
+    loss.backward()
     failing = DistributedDataParallel(net(), delay_allreduce=True)
     handle = failing.module[0].weight.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -173,15 +183,16 @@ def run_odd_passes(rank):
     handle.remove()
     failing.zero_grad()
     loss_of(failing, rows_of(rank)).backward()
-    return grads(wrapped), grads(again), grads(failing)
+    return [grads(each) for each in (wrapped, again, retained, failing)]
 
 
-def test_delayed_any_pass_is_reduced_once(on_two_ranks):
+@pytest.mark.parametrize("in_no_sync", [False, True])
+def test_delayed_any_pass_is_reduced_once(on_two_ranks, in_no_sync):
     model = checkpointed()
     (2 * loss_of(model, rows_of().requires_grad_())).backward()
-    for segments, twice, after_failure in on_two_ranks(run_odd_passes):
+    for segments, joined, twice, after_failure in on_two_ranks(run_odd_passes, in_no_sync):
         assert_close(segments, grads(model))
-        assert_close(twice, joined_grads(2.0))
+        assert_close([*joined, *twice], [*joined_grads(2.0), *joined_grads(2.0)])
         assert_close(after_failure, joined_grads())
 
 
@@ -210,6 +221,27 @@ def test_gradients_can_be_reduced_by_hand_and_missing_ones_count_as_zero(on_two_
     for by_bucket, at_once in on_two_ranks(reduce_by_hand):
         assert_close(by_bucket, joined_grads())
         assert_close(at_once, expected)
+
+
+def of_this_rank(rank, kind, options):
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    wrapped = kind(net(), process_group=groups[rank], **options)
+    if kind is TorchDDP:
+        reduce_in_fp32(wrapped)
+    loss_of(wrapped, rows_of(rank)).backward()
+    return grads(wrapped)
+
+
+def test_gradients_are_averaged_in_the_wrapper_s_own_group(on_two_ranks):
+    for kind, options in (
+        (TorchDDP, {}),
+        (DistributedDataParallel, {"allreduce_always_fp32": True}),
+        (DistributedDataParallel, {"delay_allreduce": True}),
+    ):
+        for rank, result in enumerate(on_two_ranks(of_this_rank, kind, options)):
+            model = net()
+            loss_of(model, rows_of(rank)).backward()
+            assert_close(result, grads(model))
 
 
 def subclassed(rank):
@@ -390,6 +422,8 @@ def special_passes(rank):
     last = SyncBatchNorm(3, channel_last=True)(x.movedim(1, -1)).movedim(-1, 1)
     residual = SyncBatchNorm(3, fuse_relu=True)(x, z)
     alone = SyncBatchNorm(3)(torch.full((1, 3), float(rank)))
+    averaged = SyncBatchNorm(3, momentum=None)
+    averaged(x), averaged(z)
     empty = SyncBatchNorm(3)
     empty(torch.ones(0, 3))
     one = SyncBatchNorm(3)
@@ -402,7 +436,8 @@ def special_passes(rank):
     assert rank or torch.equal(evaluated, torch.eye(3) / (1 + 1e-5) ** 0.5)
     kept = empty.running_mean.tolist(), one.running_mean.tolist(), one.num_batches_tracked.item()
     assert kept == ([0.0] * 3, [0.0] * 3, 0)
-    return [t.detach() for t in (large, last, residual, own(x), alone)]
+    stats = averaged.running_mean, averaged.running_var
+    return [t.detach() for t in (large, last, residual, own(x), alone, *stats)]
 
 
 def test_special_layers_and_batches(on_two_ranks):
@@ -416,3 +451,7 @@ def test_special_layers_and_batches(on_two_ranks):
     own = [F.batch_norm(half, None, None, training=True) for half in (x[:3], x[3:])]
     assert_close([r[3] for r in ranks], own, rtol=1e-5, atol=1e-5)
     assert_close([r[4] for r in ranks], [-torch.ones(1, 3), torch.ones(1, 3)], rtol=0, atol=1e-4)
+    averaged = nn.BatchNorm1d(3, momentum=None)
+    averaged(x), averaged(z)
+    for own in ranks:
+        assert_close(own[5:], [averaged.running_mean, averaged.running_var])
