@@ -196,6 +196,24 @@ def test_delayed_any_pass_is_reduced_once(on_two_ranks, in_no_sync):
         assert_close(after_failure, joined_grads())
 
 
+def run_with_ignored_and_frozen(rank):
+    model = net()
+    model[2].weight.requires_grad_(False)
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])
+    wrapped = DistributedDataParallel(model, delay_allreduce=True)
+    loss_of(wrapped, rows_of(rank)).backward()
+    return grads(wrapped)
+
+
+def test_delayed_ignored_and_frozen_parameters_are_left_out(on_two_ranks):
+    weight, _, _, bias = joined_grads()
+    for rank, result in enumerate(on_two_ranks(run_with_ignored_and_frozen)):
+        model = net()
+        loss_of(model, rows_of(rank)).backward()
+        assert result.pop(2) is None
+        assert_close(result, [weight, model[0].bias.grad, bias])
+
+
 def reduce_by_hand(rank):
     wrapped = DistributedDataParallel(net())
     wrapped.disable_allreduce()
@@ -436,6 +454,7 @@ def special_passes(rank):
     assert rank or torch.equal(evaluated, torch.eye(3) / (1 + 1e-5) ** 0.5)
     kept = empty.running_mean.tolist(), one.running_mean.tolist(), one.num_batches_tracked.item()
     assert kept == ([0.0] * 3, [0.0] * 3, 0)
+    assert empty.running_var.tolist() == [1.0] * 3
     stats = averaged.running_mean, averaged.running_var
     return [t.detach() for t in (large, last, residual, own(x), alone, *stats)]
 

@@ -79,10 +79,11 @@ def test_an_optimizer_inside_larc_and_a_disabled_one_are_clipped():
     (_, optimizer), (_, expected) = (after_backward("O5", "fused SGD") for _ in range(2))
     norm = amp.clip_grad_norm_(LARC(optimizer), 0.05)
     assert torch.equal(norm, amp.clip_grad_norm_(expected, 0.05))
-    model, optimizer = after_backward("O5", enabled=False)
-    assert amp.clip_grad_norm_(optimizer, 0.05) > 0.05
-    clipped = nn.utils.get_total_norm([param.grad for param in model.parameters()])
-    torch.testing.assert_close(clipped, torch.tensor(0.05))
+    for norm_type in (2.0, 1.0):
+        model, optimizer = after_backward("O5", enabled=False)
+        assert amp.clip_grad_norm_(optimizer, 0.05, norm_type) > 0.05
+        clipped = nn.utils.get_total_norm([param.grad for param in model.parameters()], norm_type)
+        torch.testing.assert_close(clipped, torch.tensor(0.05))
 
 
 # -- mistakes --------------------------------------------------------------------------------

@@ -45,6 +45,20 @@ def test_scale_1_gives_the_loss_itself_and_an_empty_list_only_scales():
     assert model.weight.grad == 2.0**16
 
 
+def test_a_delayed_overflow_check_leaves_the_scale_to_the_next_pass():
+    model, optimizer = loops.one_weight("O1")
+    for delays, counted in ((True, 0), (False, 1)):
+        loss = loops.slope(model, 3.0)
+        loops.scaled_backward(loss, optimizer, delay_overflow_check=delays)
+        assert loops.unskipped() == counted
+
+
+def test_a_negative_loss_id_counts_from_the_last_loss():
+    model, optimizer = loops.one_weight("O1", num_losses=2)
+    loops.scaled_backward(loops.slope(model, torch.inf), optimizer, loss_id=-1)
+    assert [loops.scale(0), loops.scale(1)] == [2.0**16, 2.0**15]
+
+
 @pytest.mark.parametrize("level", loops.LEVELS)
 def test_a_loss_without_a_graph_is_scaled_and_its_backward_fails_in_torch_s_words(level):
     model, optimizer = loops.one_weight(level, loss_scale=8.0)

@@ -8,6 +8,7 @@ import apex.amp as amp
 from apex.amp.handle import NoOpHandle
 from apex.amp.opt import OptimWrapper
 from apex.parallel import LARC
+from tests.support import loops
 from tests.support.loops import live_sessions, sgd, slope
 
 LINE = "Gradient overflow.  Skipping step, loss scaler {} reducing loss scale to {}\n"
@@ -116,6 +117,17 @@ def test_init_after_initialize_casts_in_fp16_models_until_it_is_deactivated(leve
         model(torch.ones(1))
         handle._deactivate()
     assert seen == [f32, (f32, f32), f16, (f16, f16)]
+
+
+def test_init_after_initialize_leaves_bf16_models_and_the_state_dict_as_they_are():
+    seen = []
+    model = nn.Sequential(nn.Linear(1, 1))
+    model[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    amp.initialize(model, opt_level="O5", loss_scale=8.0, verbosity=0)
+    handle = amp.init(loss_scale=4.0)
+    model(torch.ones(1))
+    assert (seen, loops.scale()) == ([torch.bfloat16], 8.0)
+    handle._deactivate()
 
 
 # -- scale_loss ------------------------------------------------------------------------------
