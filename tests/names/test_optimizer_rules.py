@@ -175,7 +175,7 @@ def test_contrib_s_adam_clips_each_group_by_the_norm_that_is_given():
         scaled = [[4.0 * grad for grad in group] for group in grads]
         norms = [torch.nn.utils.get_total_norm(group) for group in scaled]
         groups = [{"params": params[:2]}, {"params": params[2:]}]
-        optimizer = contrib.FusedAdam(groups, eps=1.0, max_grad_norm=0.5)
+        optimizer = contrib.FusedAdam(groups, lr=1.0, eps=1.0, max_grad_norm=0.5)
         optimizer.step(grads=scaled, scale=4.0, grad_norms=norms if gives else None)
         runs.append(params)
     fused.assert_same(*runs, **CLOSE)
