@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex import _unavailable
+from apex import _unavailable, fp16_utils, optimizers
 from apex.amp import handle
+from apex.normalization import fused_layer_norm
 from apex.parallel import LARC
 
 NAMES = json.loads((Path(__file__).parents[1] / "support/reference/apex_names.json").read_text())
@@ -114,3 +115,21 @@ def test_the_finder_is_installed_once_and_last():
     _unavailable.install()
     assert sys.meta_path == before
     assert sum(isinstance(f, _unavailable.UnavailableFinder) for f in before) == 1
+
+
+DEFAULTS = [
+    (optimizers.FusedAdam, {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0}),
+    (optimizers.FusedLAMB, {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.01, "max_grad_norm": 1.0}),
+    (optimizers.FusedNovoGrad, {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0}),
+    (optimizers.FusedSGD, {"momentum": 0.0, "weight_decay": 0.0, "set_grad_none": False}),
+    (optimizers.FusedAdagrad, {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}),
+    (LARC, {"trust_coefficient": 0.02, "clip": True, "eps": 1e-8}),
+    (fp16_utils.DynamicLossScaler, {"init_scale": 2.0**32, "scale_window": 1000}),
+    (fused_layer_norm.fused_layer_norm_affine, {"eps": 1e-6}),
+]
+
+
+@pytest.mark.parametrize(("function", "expected"), DEFAULTS)
+def test_defaults_are_the_original_s(function, expected):
+    params = inspect.signature(function).parameters
+    assert {name: params[name].default for name in expected} == expected
