@@ -184,6 +184,11 @@ def test_backward_scales_the_loss(scaler):
     assert scaler.scale_gradient(None, (torch.ones(1),), None)[0].item() == 4.0
 
 
+def test_a_host_number_is_the_tensor_s_or_the_first_of_a_sequence():
+    for given in (torch.tensor(2.0), torch.tensor([2.0]), [2.0]):
+        assert fp16_utils.to_python_float(given) == 2.0
+
+
 BAD_VALUES = [
     (lambda: LossScaler("x"), ValueError),
     (lambda: DynamicLossScaler(init_scale=-1.0), ValueError),
