@@ -17,6 +17,7 @@ from apex import amp
 from apex.parallel import DistributedDataParallel, Reducer, SyncBatchNorm, reduce_in_fp32
 from apex.parallel import distributed as d
 from tests.support import loops
+from tests.support.features import needs_masters
 from tests.support.loops import Body, each_of, scaled_backward
 
 pytestmark = pytest.mark.distributed
@@ -262,6 +263,28 @@ def test_gradients_are_averaged_in_the_wrapper_s_own_group(on_two_ranks):
             assert_close(result, grads(model))
 
 
+def recast(rank, options):
+    """The model becomes bf16 after it was wrapped, and plain again."""
+    model = net()
+    wrapped = DistributedDataParallel(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    scaled_backward(loss_of(wrapped, rows_of(rank)), optimizer)
+    low = grads(wrapped)
+    optimizer.zero_grad()
+    amp.restore(model, optimizer)
+    loss_of(wrapped, rows_of(rank)).backward()
+    return low, grads(wrapped)
+
+
+@needs_masters
+@pytest.mark.parametrize("options", WRAPPER_OPTIONS)
+def test_a_model_may_be_cast_after_it_is_wrapped(on_two_ranks, options):
+    for low, full in on_two_ranks(recast, options):
+        assert_close([grad.float() for grad in low], joined_grads(), rtol=2**-5, atol=2**-6)
+        assert_close(full, joined_grads())
+
+
 def subclassed(rank):
     class Own(DistributedDataParallel):
         def allreduce_bucket(self, bucket, bucket_idx, force_default_stream):
@@ -360,6 +383,29 @@ def reduced(rank):
 def test_reducers_and_flat_calls(on_two_ranks):
     expected = [[1.0] * 2, [0.5] * 2, [1.5] * 3, [0.5] * 2, [1] * 2, [1.0] * 2, [1.5, 4.5]]
     assert on_two_ranks(reduced) == [expected] * 2
+
+
+def reduced_after_other_passes(rank, level):
+    """A rank runs two passes, the other one, which reaches one parameter only."""
+    model = loops.Weights("ab")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+    reducer = Reducer(model)
+    if rank == 0:
+        scaled_backward(0.3 * model.a.float().sum() + model.b.sum(), optimizer, delay_unscale=True)
+    with amp.scale_loss(0.7 * model.a.float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        reducer.reduce()
+    optimizer.step()
+    return loops.masters(optimizer)
+
+
+@needs_masters
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_reducer_gives_ranks_that_ran_other_passes_the_same_gradients(on_two_ranks, level):
+    first, second = on_two_ranks(reduced_after_other_passes, level)
+    assert loops.same(first, second)
+    assert not loops.same(*first)
 
 
 # -- SyncBatchNorm -------------------------------------------------------------------------------

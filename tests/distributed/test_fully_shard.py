@@ -229,6 +229,25 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(on_two_ranks, level, poli
         assert all(map(torch.equal, weights, before))
 
 
+def overflow_and_zero(rank):
+    """The second rank has no element; its gradients are zero or inf when the next block begins."""
+    model = nn.Linear(4, 1, bias=False)
+    fully_shard(model, mesh=mesh(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    amp.initialize(model, optimizer, opt_level="O4", loss_scale="dynamic", verbosity=0)
+    for factor in (float("inf") if rank == 0 else 1.0, 1.0):
+        loops.scaled_backward(model(torch.full((1, 4), factor)).float().sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return loops.scale(), whole(model)
+
+
+def test_a_rank_without_a_shard_goes_on_after_an_overflow(on_two_ranks):
+    first, second = on_two_ranks(overflow_and_zero)
+    assert first[0] == second[0] == 2.0**15
+    assert loops.same(first[1], second[1])
+
+
 def accumulate(rank, level):
     torch.manual_seed(0)
     model = Stem()

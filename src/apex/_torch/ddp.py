@@ -102,9 +102,9 @@ def rebuild_reducer(wrapper: Any) -> None:
     In torch, only restoring the state of a wrapper creates a new reducer.
     """
     if _lacks_hooks(wrapper):
-        wrapper.__setstate__(vars(wrapper).copy())  # with its own process group
-        hooks = vars(wrapper).get("_comm_hooks", [])
-        registered = [*hooks]
-        hooks.clear()
-        for hook, state in registered:
-            wrapper.register_comm_hook(state, hook)
+        registered = vars(wrapper).get("_comm_hooks", [])
+        # With its own process group.
+        wrapper.__setstate__({**vars(wrapper), "_comm_hooks": []})
+        if not wrapper._comm_hooks:  # apex's wrapper registers its own
+            for hook, state in registered:
+                wrapper.register_comm_hook(state, hook)

@@ -94,6 +94,7 @@ def _write_back(message: Tensor, buffer: Tensor, factor: float) -> Tensor:
 def reduce_gradients(params: Sequence[nn.Parameter], reduction: GradientReduction) -> None:
     """Reduces the gradients of ``params`` over processes in one call per dtype and device.
 
+    They are sent in the dtype of their parameters, as a process may have accumulated some in fp32.
     A parameter without a gradient in some processes counts as zero there. One without a gradient in
     all processes keeps its ``grad``.
 
@@ -130,7 +131,8 @@ def _reduce_bucket(params: list[nn.Parameter], reduction: GradientReduction) -> 
         grads.append(grad)
     marks = torch.tensor(has_grad, dtype=first.dtype, device="cpu")
     # One message carries the gradients and, behind them, a mark per parameter.
-    parts = [*grads, moved(marks, first.device)]
+    parts = [grad.to(first.dtype) for grad in grads]
+    parts.append(moved(marks, first.device))
     message = reduction.blocking(flatten(parts))
     *totals, marks = unflatten(message, parts)
     if not all(has_grad):

@@ -35,7 +35,7 @@ from apex._engine.watch.mistakes import (
 )
 from apex._engine.watch.writes import Writes, log_lost
 from apex._engine.wrappers.ddp import wrappers
-from apex._torch import ranks
+from apex._torch import dtensor, ranks
 from apex._torch.autograd import backward_id
 from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.dynamo import is_jit_tracing, untraced
@@ -263,7 +263,9 @@ def _overflow(prepared: PreparedOptimizer) -> Tensor:
     """Returns whether a gradient holds inf or NaN, as [1]."""
     params = prepared.trained_params()
     gradients = [param.grad for param in params if param.grad is not None]
-    norm = nn.utils.get_total_norm(gradients, float("inf"))
+    values = dtensor.dense_values(gradients)  # this rank's: no question communicates
+    filled = [value for value in values if value.numel()]
+    norm = nn.utils.get_total_norm(filled, float("inf"))
     return norm.isfinite().logical_not().float().reshape(1)
 
 
