@@ -143,6 +143,23 @@ def _add_parts(loader: "Any") -> None:
     loader.exec_module = exec_module  # only for this instance
 
 
+def main() -> int:
+    """Runs the command ``apex``; says which other ``apex`` leaves no room for it, if one does."""
+    try:
+        from apex import cli
+    except ImportError as error:
+        theirs = find_theirs("apex")
+        if theirs is None:
+            raise
+        sys.stderr.write(
+            f"apex: {error}\n"
+            f"Python finds another apex: {theirs.origin}. If it is from before May 2025, with an "
+            "amp of its own, or another project, uninstall it: pip uninstall -y apex\n"
+        )
+        return 1
+    return cli.main()
+
+
 def install() -> None:
     """Installs the finder; with the environment's ``APEX_AMP=off``, hides the package instead."""
     if os.environ.get("APEX_AMP") == "off":

@@ -161,6 +161,9 @@ def test_an_apex_that_has_amp_is_left_alone(wheel, tmp_path):
     """
     expected = ["theirs", 1, "apex.parallel", "amp_C"]
     assert environment.value(textwrap.dedent(code)) == expected
+    (environment.site / "apex/amp/__init__.py").write_text("from torch._six import inf")
+    code = "import _apex_amp; print([_apex_amp.main()])"
+    assert environment.value(code) == [1]
 
 
 def test_an_apex_that_is_a_single_file_is_left_alone(wheel, tmp_path):

@@ -190,6 +190,7 @@ def test_a_file_that_cannot_be_written_is_found_before_the_training(apex, tmp_pa
 FAILING = [
     ("from .model import width\n", "trace it as a module, `apex trace -m package.module`."),
     ("print 'epoch'\n", "This is Python 2. Convert it first: 2to3 -w FILE"),
+    ("x.cuda(async=True)\n", "async is a keyword since Python 3.7. Write .cuda("),
     ("from apex import amp\namp.initialise()\n", "Did you mean initialize?"),
     ("from apex.optimizers import FusedAdm\n", "Did you mean FusedAdam?"),
     ("from apex import amp\namp.initialize(1, optlevel='O1')\n", "Did you mean opt_level?"),

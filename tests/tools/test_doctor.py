@@ -55,6 +55,8 @@ def test_a_cpu_that_emulates_both_dtypes_is_told_so_however_busy_it_is(monkeypat
     assert health.opt_level == "O0"
     said = "Start with O0: this CPU emulates fp16 and bf16, tens of times slower"
     assert health.advice.startswith(said)
+    assert health.speeds["cpu"] == {"float16": {}, "bfloat16": {}}  # whatever times show
+    assert str(health).count("against fp32: emulated, tens of times slower") == 2
     emulate(monkeypatch, "fp16")
     assert doctor.examine(CPU).opt_level == (None if busy else "O4")
 
@@ -73,6 +75,7 @@ SPEEDS = [
 
 @pytest.mark.parametrize(("times", "speed", "shown"), SPEEDS)
 def test_a_speed_is_what_hardware_can_do_or_not_measured(monkeypatch, times, speed, shown):
+    emulate(monkeypatch)
     monkeypatch.setattr(doctor, "operator_seconds", lambda dtype, device: {"matmul": times})
     health = doctor.examine(CPU)
     assert shown in str(health)
@@ -80,7 +83,8 @@ def test_a_speed_is_what_hardware_can_do_or_not_measured(monkeypatch, times, spe
     assert ("not measured" in shown) == (health.speeds["cpu"]["float16"]["matmul"] is None)
 
 
-def test_it_takes_a_few_seconds_and_measures_every_dtype():
+def test_it_takes_a_few_seconds_and_measures_every_dtype(monkeypatch):
+    emulate(monkeypatch)
     start = time.thread_time()  # another program's load is not the doctor's
     found = doctor.examine(CPU)
     assert time.thread_time() - start < 6

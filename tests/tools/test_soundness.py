@@ -142,4 +142,4 @@ def test_nothing_is_timed_when_no_level_trains_as_well(tmp_path):
     stages = []
     found = compared(written(tmp_path, TARGET + SLOW_AT_O5), "O5", steps=STEPS, stages=stages)
     assert stages == ["train O0", "train O5"]
-    assert found.recommendation.text.startswith("Stay in fp32: every other level fails")
+    assert found.recommendation.text.startswith("Stay in fp32: none of the other levels")

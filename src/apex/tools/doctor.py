@@ -37,7 +37,8 @@ MOST_SPREAD = 1.3
 Speeds = Mapping[str, Mapping[str, float | None]]
 """Speed relative to fp32 by dtype and operator.
 
-It is 0 if the operator is not supported, and None if other programs disturbed the measurement.
+It is 0 if the operator is not supported, and None if other programs disturbed the measurement. A
+dtype that the CPU emulates has none: those of two threads on a busy machine seemed to be 0.7x.
 """
 
 
@@ -158,17 +159,21 @@ def advise(speeds: Speeds, device: str, load: Load) -> tuple[str | None, str]:
 
 
 def _mean(by_work: Mapping[str, float | None]) -> float:
-    """Returns the geometric mean of speeds; 0 if an operator is not supported."""
+    """Returns the geometric mean of speeds; 0 if an operator is not supported, or emulated."""
+    if not by_work:
+        return 0.0
     product = math.prod(speed or 0.0 for speed in by_work.values())
     return product ** (1 / len(by_work))
 
 
 def _measured(device: torch.device) -> Speeds:
-    speeds = {}
+    speeds: dict[str, dict[str, float | None]] = {}
     for dtype in dtypes.LOW_PRECISION:
-        speeds[dtypes.name(dtype)] = {
-            work: speed_of(times) for work, times in operator_seconds(dtype, device).items()
-        }
+        by_work = speeds[dtypes.name(dtype)] = {}
+        if device.type == "cpu" and emulation(dtype):
+            continue
+        for work, times in operator_seconds(dtype, device).items():
+            by_work[work] = speed_of(times)
     return speeds
 
 
@@ -192,7 +197,8 @@ def _speed_lines(health: Health) -> Iterator[str]:
         yield f"{device}: {description}"
         for dtype, by_work in health.speeds[device].items():
             speeds = [f"{work} {_shown(speed)}" for work, speed in by_work.items()]
-            yield f"  {dtype:9} against fp32: {', '.join(speeds)}"
+            shown = ", ".join(speeds) or "emulated, tens of times slower"
+            yield f"  {dtype:9} against fp32: {shown}"
 
 
 def _shown(speed: float | None) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from apex._core.user_files import is_user_file
 from apex.tools.errors import InputError
 from apex.tools.migrate.report import migration_of
-from apex.tools.source import python_2
+from apex.tools.source import old_syntax
 
 
 def format_error(error: BaseException) -> str:
@@ -31,7 +31,7 @@ def format_error(error: BaseException) -> str:
     text = type(first).__name__
     if message:
         text += f": {message}"
-    remedies = [python_2(first)]
+    remedies = [old_syntax(first)]
     stack = traceback.extract_tb(first.__traceback__)
     frames = [frame for frame in stack if is_user_file(frame.filename)]
     if frames:

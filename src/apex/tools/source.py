@@ -53,7 +53,7 @@ def parse(text: str, path: Path) -> ast.Module:
             warnings.simplefilter("ignore")  # invalid escapes are the script's concern
             return ast.parse(text, path.name)
     except (SyntaxError, ValueError) as error:  # ValueError: null bytes, in Python before 3.11.4
-        text = f"{path} is not valid Python 3: {error}. {python_2(error)}"
+        text = f"{path} is not valid Python 3: {error}. {old_syntax(error)}"
         raise InputError(text.strip()) from error
 
 
@@ -66,11 +66,18 @@ def check_no_notebook(path: str) -> None:
         )
 
 
-def python_2(error: BaseException) -> str:
-    """Returns what to do about a syntax error in Python 2 code; empty for any other error."""
-    if not isinstance(error, SyntaxError) or not _PYTHON_2.search(error.text or ""):
+def old_syntax(error: BaseException) -> str:
+    """Returns what to do about a syntax error in old code; empty for any other error."""
+    if not isinstance(error, SyntaxError):
         return ""
-    return "This is Python 2. Convert it first: 2to3 -w FILE (2to3 comes with Python up to 3.12)."
+    line = error.text or ""
+    if "async=" in line:
+        return "async is a keyword since Python 3.7. Write .cuda(non_blocking=True)."
+    if _PYTHON_2.search(line):
+        return (
+            "This is Python 2. Convert it first: 2to3 -w FILE (2to3 comes with Python up to 3.12)."
+        )
+    return ""
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

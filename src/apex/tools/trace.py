@@ -160,6 +160,8 @@ _MADE = {
 
 def _verdict(script: str, seen: Seen) -> list[str]:
     first = seen.first
+    if not seen.operators:
+        return [f"apex trace: {script} ran no operator."]
     if first is None:
         return [f"apex trace: no inf or NaN in {script} reached a gradient, the loss or a weight."]
     if seen.harmless:

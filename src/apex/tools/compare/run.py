@@ -76,11 +76,12 @@ def compare(target: str, options: Options, stage: Tell) -> Comparison:
                 "speed needs an idle machine."
             )
         with timing.suited_threads(run.load):
+            machine = f"{describe(options.device)}, torch {torch.__version__}"
             run.train()
             run.time()
     comparison = Comparison(
         target=target,
-        machine=f"{describe(options.device)}, torch {torch.__version__}",
+        machine=machine,
         steps=len(run.batches),
         seed=options.seed,
         results=tuple(run.results.values()),

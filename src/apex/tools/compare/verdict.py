@@ -158,8 +158,8 @@ def _judged(comparison: Comparison, candidates: Sequence[_Candidate]) -> Recomme
     if not usable:
         return Recommendation(
             BASELINE,
-            "Stay in fp32: every other level fails, trains worse, is emulated by this CPU, or is "
-            "for comparison only.",
+            "Stay in fp32: none of the other levels is both fast here and as good. The table says "
+            "why.",
         )
     best = _fastest(usable)
     return Recommendation(
