@@ -1,6 +1,7 @@
 """Wrappers in unusual places: compiled, copied, several of one optimizer, joined, too early."""
 
 import contextlib
+import gc
 from types import SimpleNamespace
 from unittest import mock
 
@@ -116,6 +117,9 @@ def sums_of_compiled(rank, level, compiled, ways):
                 value = torch.full((1, 1), 2.0**power * (1 + 2 * rank))
                 with torch.no_grad():
                     next(amp.master_params(optimizers[index])).fill_(power + index)
+                if "evaluated" in way:
+                    with torch.no_grad():
+                        parallel(value)
                 with wrapper.no_sync() if "local" in way else contextlib.nullcontext():
                     loss = (around if way == "around" else parallel)(value).sum()
                 assert loss.item() == value.item() * (power + index)
@@ -140,6 +144,7 @@ def sums_of_compiled(rank, level, compiled, ways):
         ("O1", compiled_inside, ["local", "empty", "sends"]),
         ("O1", compiled_inside, ["plain", "local", "sends"]),
         ("O5", compiled_inside, ["plain local", "sends"] * 2),
+        ("O5", compiled_inside, ["evaluated plain local", "sends"] * 2),
         ("O1", compiled_around, ["plain local", "sends"] * 2),
         ("O5", compiled_around, ["plain local", "sends"] * 2),
         ("O1", compiled_around_a_part, ["local", "sends"]),
@@ -307,13 +312,17 @@ def test_a_model_with_a_wrapped_part_trains_as_a_wrapped_model(on_two_ranks, lev
 # -- several ---------------------------------------------------------------------------------
 
 
-def train_one_optimizer_of_several_wrappers(rank, level):
+def train_one_optimizer_of_several_wrappers(rank, level, wrap):
     with torch.random.fork_rng():
         torch.manual_seed(rank)
-        models = [nn.Linear(4, 4) for _ in range(5)]
+        models = [nn.Sequential(nn.Linear(4, 4)) for _ in range(5)]
     optimizer = torch.optim.SGD(models[-1].parameters(), lr=0.1, momentum=0.9)
     models, optimizer = cases.initialized(level, models, optimizer)
-    wrappers = [DistributedDataParallel(model) for model in models]
+    wrappers = []
+    for model in models:
+        wrappers.append({**cases.WRAPPERS, **cases.OTHER_FORWARDS}[wrap](model))
+        if rank == 0 and len(wrappers) == 2:  # they are found in another order
+            gc.collect()
     optimizer.add_param_group({"params": [p for model in models[:-1] for p in model.parameters()]})
     for step in range(2):
         x, _ = cases.rank_batch(rank, step)
@@ -323,9 +332,9 @@ def train_one_optimizer_of_several_wrappers(rank, level):
     return cases.state(nn.ModuleList(models), optimizer)
 
 
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
-def test_masters_of_several_wrappers_are_sent_in_one_order(on_two_ranks, level):
-    cases.alike(on_two_ranks(train_one_optimizer_of_several_wrappers, level))
+@loops.every(wrap=["torch", "parts"], level=loops.WITH_MASTERS)
+def test_masters_of_several_wrappers_are_sent_in_one_order(on_two_ranks, level, wrap):
+    cases.alike(on_two_ranks(train_one_optimizer_of_several_wrappers, level, wrap))
 
 
 def sum_beside_a_wrapper(rank, wrap, is_part):
@@ -460,8 +469,8 @@ def all_reduces_waited_for():
         yield
 
 
-def train_with_a_delayed_all_reduce(rank, level):
-    model, optimizer = loops.prepared(level, model=cases.net(rank))
+def train_with_a_delayed_all_reduce(rank, level, options):
+    model, optimizer = loops.prepared(level, model=cases.net(rank), **options)
     delayed = model[2].weight
     parallel = DistributedDataParallel(
         model,
@@ -481,10 +490,10 @@ def train_with_a_delayed_all_reduce(rank, level):
 
 
 def test_a_delayed_all_reduce_keeps_ranks_alike_or_is_refused(on_two_ranks):
-    first, second = on_two_ranks(train_with_a_delayed_all_reduce, "O4")
+    first, second = on_two_ranks(train_with_a_delayed_all_reduce, "O4", {})
     assert first["model"] == second["model"]
-    for level in ("O1", "O2", "O5"):
-        for message in on_two_ranks(train_with_a_delayed_all_reduce, level):
+    for level, options in (("O1", {}), ("O1", {"loss_scale": 8.0}), ("O2", {}), ("O5", {})):
+        for message in on_two_ranks(train_with_a_delayed_all_reduce, level, options):
             assert "Leave the option out" in message
 
 
@@ -505,7 +514,7 @@ def train_around(rank, level, wrap, first, compiled):
     model, optimizer = cases.initialized(level, model)
     wrapper = wrapper or WRAPS[wrap](model)
     parallel = torch.compile(wrapper, backend="eager") if compiled else wrapper
-    with torch.no_grad():
+    with torch.inference_mode(), torch.enable_grad():  # which has no effect
         wrapper(cases.rank_batch(rank, 0)[0])
     loops.train(parallel, optimizer, data=(cases.rank_batch(rank, step) for step in range(3)))
     torch._dynamo.reset()
