@@ -167,22 +167,24 @@ def test_gradients_that_are_views_of_buckets_take_no_memory_of_their_own(on_two_
         assert second == first
 
 
-def fail_in_a_pass(rank, level):
+def fail_in_a_pass(rank, level, local):
     """Gradients from before a pass that fails at its last node, and what the pass leaves."""
     parallel, optimizer = cases.wrapped(level, seed=0)
-    for step in range(2):
-        cases.backward(parallel, optimizer, *cases.rank_batch(rank, step))
-    earlier = loops.values(param.grad for param in parallel.parameters())
-    x, y = cases.rank_batch(rank, 2)
-    x.requires_grad_().register_hook(lambda grad: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        cases.backward(parallel, optimizer, x, y)
-    return earlier, loops.values(param.grad for param in parallel.parameters())
+    with cases.local(parallel, local):
+        for step in range(2):
+            loss = loops.loss_of(parallel, *cases.rank_batch(rank, step))
+            loss.backward() if local else loops.scaled_backward(loss, optimizer)
+        earlier = loops.values(param.grad for param in parallel.parameters())
+        x, y = cases.rank_batch(rank, 2)
+        x.requires_grad_().register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cases.backward(parallel, optimizer, x, y)
+        return earlier, loops.values(param.grad for param in parallel.parameters())
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_a_pass_that_fails_keeps_the_gradients_from_before(on_two_ranks, level):
-    for earlier, left in on_two_ranks(fail_in_a_pass, level):
+@loops.every(level=["O1", "O2", "O5"], local=[False, True])
+def test_a_pass_that_fails_keeps_the_gradients_from_before(on_two_ranks, level, local):
+    for earlier, left in on_two_ranks(fail_in_a_pass, level, local):
         assert all(grad.dtype is torch.float32 for grad in left)
         if level != "O5":  # without a scale, what autograd has added stays
             assert loops.same(left, earlier)

@@ -292,8 +292,11 @@ def test_blocks_leave_what_a_restored_model_has_yet_to_send(on_two_ranks):
     assert on_two_ranks(wait_for_another_block) == [[[2.0, 2.0], [2.0, 2.0]]] * 2
 
 
-def unsent(rank, level, policy, shape, loss_ids):
-    """Whole gradients after passes that each add 1; all but the last leave it to that to send."""
+def unsent(rank, level, policy, shape, loss_ids, factor=1.0):
+    """Whole gradients after passes that each add a factor; all but the last leave it unsent.
+
+    And how many checks each loss scale has passed.
+    """
     model = nn.Linear(2, 2, bias=False)
     plane = mesh(*shape, names=("replicate", "shard")[-len(shape) :])
     fully_shard(model, mesh=plane, mp_policy=MixedPrecisionPolicy(**POLICIES[policy]))
@@ -307,21 +310,31 @@ def unsent(rank, level, policy, shape, loss_ids):
             model.set_requires_gradient_sync if len(shape) == 1 else model.set_requires_all_reduce
         )
         defers(index == len(loss_ids))
-        loss = model(torch.ones(1, 2)).float().sum()
+        loss = model(torch.ones(1, 2)).float().sum() * factor
         loss.backward() if loss_id is None else loops.scaled_backward(
             loss, optimizer, loss_id=loss_id
         )
-    return model.weight.grad.full_tensor()
+    checks = [scaler["unskipped"] for scaler in amp.state_dict().values()]
+    return model.weight.grad.full_tensor(), checks
+
+
+CHECKS = {(0, 1): [1, 1], (0, None): [0, 0], (None, 0): [1, 0], (1, None, 0, 1): [1, 1]}
 
 
 @averages_on_cpu
-@loops.every(loss_ids=[(0, 1), (0, None), (None, 0), (1, None, 0, 1)], shape=[(2,), (2, 1)])
+@loops.every(loss_ids=CHECKS, shape=[(2,), (2, 1)])
 @pytest.mark.parametrize(("level", "policy"), [("O1", "fp32"), ("O0", "fp16")])
 def test_gradients_that_ranks_have_yet_to_share_have_no_scale(
     on_two_ranks, level, policy, shape, loss_ids
 ):
-    for grad in on_two_ranks(unsent, level, policy, shape, loss_ids):
+    for grad, checks in on_two_ranks(unsent, level, policy, shape, loss_ids):
         assert torch.equal(grad, torch.full((2, 2), float(len(loss_ids))))
+        assert checks == CHECKS[loss_ids]
+
+
+def test_unsent_gradients_without_their_scale_are_kept_in_fp32(on_two_ranks):
+    for grad, _ in on_two_ranks(unsent, "O0", "fp16", (2,), (0, 1), 2.0**-26):
+        assert torch.equal(grad, torch.full((2, 2), 2.0**-25))
 
 
 def grads_beside(rank, level):
