@@ -14,7 +14,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
-from apex.parallel import DistributedDataParallel, Reducer, SyncBatchNorm, reduce_in_fp32
+from apex.parallel import (
+    DistributedDataParallel,
+    Reducer,
+    SyncBatchNorm,
+    convert_syncbn_model,
+    reduce_in_fp32,
+)
 from apex.parallel import distributed as d
 from tests.support import loops
 from tests.support.features import needs_masters
@@ -115,6 +121,12 @@ def test_always_fp32_sums_beyond_the_range_of_fp16(on_two_ranks, delay):
     assert on_two_ranks(one_gradient, BF16, 1.5078125, options) == [1.5078125] * 2
     options = {"gradient_average": False, "delay_allreduce": delay}
     assert on_two_ranks(one_gradient, FP16, 49152.0, options) == [float("inf")] * 2
+
+
+def test_fp32_or_a_predivisor_below_1_keeps_what_torch_s_division_would_lose(on_two_ranks, delay):
+    for options in ({"allreduce_always_fp32": True}, {"gradient_predivide_factor": 0.5}):
+        options["delay_allreduce"] = delay
+        assert on_two_ranks(one_gradient, FP16, 2.0**-24, options) == [2.0**-24] * 2
 
 
 def branches():
@@ -219,6 +231,7 @@ def reduce_by_hand(rank):
     wrapped = DistributedDataParallel(net())
     wrapped.disable_allreduce()
     loss_of(wrapped, rows_of(rank)).backward()
+    assert wrapped.allreduce_buffers == []
     params = list(wrapped.parameters())
     flat = wrapped.allreduce_bucket([p.grad for p in params[:2]], 0, force_default_stream=True)
     assert torch.equal(flat, torch.cat([p.grad.flatten() for p in params[:2]]))
@@ -306,15 +319,19 @@ def passes_of_others(rank, delay):
     result, model = grads(wrapped), wrapped.module
     del wrapped
     gc.collect()
+    model.zero_grad()
     loss_of(model, x).backward()
-    return result
+    return result, grads(model)
 
 
 def test_autograd_grad_reduces_nothing_and_a_wrapper_that_is_gone_leaves_no_hooks(
     on_two_ranks, delay
 ):
-    for result in on_two_ranks(passes_of_others, delay):
+    for rank, (result, alone) in enumerate(on_two_ranks(passes_of_others, delay)):
         assert_close(result, joined_grads(2.0))
+        model = net()
+        loss_of(model, rows_of(rank)).backward()
+        assert_close(alone, grads(model))
 
 
 def running_mean(rank, delay, broadcasts):
@@ -348,20 +365,24 @@ def test_buffers_are_each_ranks_own_and_copies_and_compiled_wrappers_reduce(on_t
 # -- reduce_in_fp32, Reducer, flat calls ---------------------------------------------------------
 
 
-def averaged(rank, in_fp32):
+def averaged(rank, value, in_fp32):
     model = nn.Linear(4, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=1.0)
     wrapped = TorchDDP(model)
     if in_fp32:
         reduce_in_fp32(wrapped)
-    scaled_backward(wrapped(torch.full((1, 4), 2.0**-24)).sum(), optimizer)
+    scaled_backward(wrapped(torch.full((1, 4), value)).sum(), optimizer)
     return [param.grad.tolist() for param in amp.master_params(optimizer)]
 
 
 def test_reduce_in_fp32_keeps_what_the_division_would_lose_in_fp16(on_two_ranks):
-    assert on_two_ranks(averaged, True) == [[[[2.0**-24] * 4]]] * 2
-    assert on_two_ranks(averaged, False) == [[[[0.0] * 4]]] * 2
+    assert on_two_ranks(averaged, 2.0**-24, True) == [[[[2.0**-24] * 4]]] * 2
+    assert on_two_ranks(averaged, 2.0**-24, False) == [[[[0.0] * 4]]] * 2
+
+
+def test_reduce_in_fp32_sums_beyond_the_range_of_fp16(on_two_ranks):
+    assert on_two_ranks(averaged, 2.0**15, True) == [[[[2.0**15] * 4]]] * 2
 
 
 def reduced(rank):
@@ -488,6 +509,9 @@ def special_passes(rank):
     alone = SyncBatchNorm(3)(torch.full((1, 3), float(rank)))
     averaged = SyncBatchNorm(3, momentum=None)
     averaged(x), averaged(z)
+    frozen = SyncBatchNorm(3)
+    frozen.track_running_stats = False
+    frozen(x)
     empty = SyncBatchNorm(3)
     empty(torch.ones(0, 3))
     one = SyncBatchNorm(3)
@@ -496,11 +520,14 @@ def special_passes(rank):
     groups = [dist.new_group([0]), dist.new_group([1])]
     own = SyncBatchNorm(3, process_group=groups[rank])
     assert copy.deepcopy(own).process_group is groups[rank]
+    converted = convert_syncbn_model(nn.BatchNorm1d(3), groups[rank], channel_last=True)
+    assert converted.process_group is groups[rank]
+    assert converted.channel_last
     evaluated = SyncBatchNorm(3).eval()(torch.eye(3)) if rank == 0 else None  # no communication
     assert rank or torch.equal(evaluated, torch.eye(3) / (1 + 1e-5) ** 0.5)
     kept = empty.running_mean.tolist(), one.running_mean.tolist(), one.num_batches_tracked.item()
     assert kept == ([0.0] * 3, [0.0] * 3, 0)
-    assert empty.running_var.tolist() == [1.0] * 3
+    assert empty.running_var.tolist() == frozen.running_var.tolist() == [1.0] * 3
     stats = averaged.running_mean, averaged.running_var
     return [t.detach() for t in (large, last, residual, own(x), alone, *stats)]
 

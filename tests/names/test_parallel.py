@@ -238,6 +238,13 @@ def test_a_wrapper_is_torchs_and_takes_options_without_a_meaning_today(alone):
         assert not delayed(torch.ones(1, 2)).requires_grad
 
 
+def test_delayed_sparse_gradients_are_refused(alone):
+    model = nn.Embedding(2, 2, sparse=True)
+    wrapped = parallel.DistributedDataParallel(model, delay_allreduce=True)
+    with pytest.raises(RuntimeError, match=r"sparse gradient.* sparse=False"):
+        wrapped(torch.tensor([0])).sum().backward()
+
+
 BAD_OPTIONS = [
     ({"shared_param": True}, ValueError, "shared_param is not supported"),
     ({"message_size": 0}, TypeError, "message_size is 0; .* above 0"),
