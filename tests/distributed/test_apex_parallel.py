@@ -19,6 +19,7 @@ from apex.parallel import (
     Reducer,
     SyncBatchNorm,
     convert_syncbn_model,
+    create_syncbn_process_group,
     reduce_in_fp32,
 )
 from apex.parallel import distributed as d
@@ -547,3 +548,12 @@ def test_special_layers_and_batches(on_two_ranks):
     averaged(x), averaged(z)
     for own in ranks:
         assert_close(own[5:], [averaged.running_mean, averaged.running_var])
+
+
+def normalized_in_pairs(rank):
+    group = create_syncbn_process_group(2)
+    return SyncBatchNorm(1, process_group=group)(torch.full((1, 1), float(rank))).item()
+
+
+def test_statistics_are_those_of_the_group(on_ranks):
+    assert on_ranks(4, normalized_in_pairs) == pytest.approx([-1.0, 1.0] * 2, abs=1e-4)
