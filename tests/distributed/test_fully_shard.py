@@ -24,6 +24,7 @@ POLICIES = {
     "bf16": {"param_dtype": torch.bfloat16},
     "bf16, summed in fp32": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
     "fp16": {"param_dtype": torch.float16},
+    "fp16, summed in fp32": {"param_dtype": torch.float16, "reduce_dtype": torch.float32},
 }
 STEPS = 4
 DYNAMIC = {"loss_scale": "dynamic", "max_loss_scale": 2.0**8}
@@ -332,9 +333,44 @@ def test_gradients_that_ranks_have_yet_to_share_have_no_scale(
         assert checks == CHECKS[loss_ids]
 
 
-def test_unsent_gradients_without_their_scale_are_kept_in_fp32(on_two_ranks):
-    for grad, _ in on_two_ranks(unsent, "O0", "fp16", (2,), (0, 1), 2.0**-26):
-        assert torch.equal(grad, torch.full((2, 2), 2.0**-25))
+@pytest.mark.parametrize(
+    ("policy", "factor"), [("fp16", 2.0**-26), ("fp16, summed in fp32", 2.0**9)]
+)
+def test_unsent_gradients_add_up_beyond_the_range_of_fp16(on_two_ranks, policy, factor):
+    for grad, _ in on_two_ranks(unsent, "O0", policy, (2,), (0, 1, 1), factor):
+        assert torch.equal(grad, torch.full((2, 2), 3.0 * factor))
+
+
+def send_more(rank):
+    model = loops.Weights("ab")
+    fully_shard(model, mesh=mesh(2), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+    optimizer = loops.sgd(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O0", loss_scale=8.0, verbosity=0)
+    for names in ("a", "ab"):
+        model.set_requires_gradient_sync(names == "ab")
+        loops.scaled_backward(model(**dict.fromkeys(names, torch.ones(()))), optimizer)
+    return [param.grad.full_tensor().tolist() for param in model.parameters()]
+
+
+def test_a_pass_that_sends_may_reach_more_parameters_than_those_before(on_two_ranks):
+    assert on_two_ranks(send_more) == [[[2.0] * 2, [1.0] * 2]] * 2
+
+
+def checks_beside(rank):
+    """How many checks a scale has passed after a pass of a model beside one that sends later."""
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    for model in models:
+        fully_shard(model, mesh=mesh(2))
+    optimizers = [loops.sgd(model.parameters()) for model in models]
+    amp.initialize(models, optimizers, opt_level="O1", verbosity=0, **DYNAMIC)
+    models[0].set_requires_gradient_sync(False)
+    models[1].set_requires_all_reduce(False)  # over replicas, which it has not
+    loops.scaled_backward(models[1](torch.ones(1, 2)).float().sum(), optimizers[1])
+    return amp.state_dict()["loss_scaler0"]["unskipped"]
+
+
+def test_a_pass_is_checked_beside_a_model_that_sends_later(on_two_ranks):
+    assert on_two_ranks(checks_beside) == [1, 1]
 
 
 def grads_beside(rank, level):
