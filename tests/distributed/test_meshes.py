@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from apex import amp
 from apex.optimizers import FusedLAMB
@@ -81,6 +86,40 @@ def test_every_mesh_trains_as_without_amp(on_ranks, parallel, level):
     if level == "O0":
         assert same(found, expected)
     torch.testing.assert_close(found, expected, rtol=0, atol=8e-3)
+
+
+def overflow_in_one_part(rank, parallel):
+    """The optimizer's first parameter is sharded over fewer ranks than others."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    PARALLEL[parallel](model, MixedPrecisionPolicy())
+    optimizer = loops.sgd(reversed([*model.parameters()]))
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0, max_loss_scale=2.0**8)
+    with amp.scale_loss(model(torch.ones(1, 4)).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        if rank == 3:
+            model[0].weight.grad.to_local().fill_(torch.inf)
+    optimizer.step()
+    return amp.step_was_skipped(optimizer, on_host=True)
+
+
+@pytest.mark.parametrize("parallel", ["TP", "TP + FSDP2"])
+def test_an_overflow_in_one_part_skips_on_all_ranks(on_ranks, parallel):
+    assert on_ranks(4, overflow_in_one_part, parallel) == [True] * 4
+
+
+def overflow_in_one_summand(rank):
+    """Ranks have parts of a sequence, and summands of a norm's gradients."""
+    norm = parallelize_module(nn.LayerNorm(4), mesh(2), SequenceParallel())
+    optimizer = loops.sgd(norm.parameters())
+    amp.initialize(norm, optimizer, opt_level="O1", verbosity=0)
+    factor = torch.inf if rank == 1 else 1.0
+    scaled_backward(norm(torch.ones(1, 1, 4)).to_local().sum() * factor, optimizer)
+    optimizer.step()
+    return amp.step_was_skipped(optimizer, on_host=True)
+
+
+def test_an_overflow_in_one_summand_skips_on_all_ranks(on_two_ranks):
+    assert on_two_ranks(overflow_in_one_summand) == [True] * 2
 
 
 OPTIMIZERS = {"LAMB": FusedLAMB, "AdamW": torch.optim.AdamW}
