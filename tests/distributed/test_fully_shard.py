@@ -333,11 +333,14 @@ def test_gradients_that_ranks_have_yet_to_share_have_no_scale(
         assert checks == CHECKS[loss_ids]
 
 
-@pytest.mark.parametrize(
-    ("policy", "factor"), [("fp16", 2.0**-26), ("fp16, summed in fp32", 2.0**9)]
+@averages_on_cpu
+@loops.every(
+    shape=[(2,), (2, 1)],
+    case=[("fp16", 2.0**-26), ("fp16, summed in fp32", 2.0**9)],
 )
-def test_unsent_gradients_add_up_beyond_the_range_of_fp16(on_two_ranks, policy, factor):
-    for grad, _ in on_two_ranks(unsent, "O0", policy, (2,), (0, 1, 1), factor):
+def test_unsent_gradients_add_up_beyond_the_range_of_fp16(on_two_ranks, shape, case):
+    policy, factor = case
+    for grad, _ in on_two_ranks(unsent, "O0", policy, shape, (0, 1, 1), factor):
         assert torch.equal(grad, torch.full((2, 2), 3.0 * factor))
 
 

@@ -337,6 +337,20 @@ def test_masters_of_several_wrappers_are_sent_in_one_order(on_two_ranks, level, 
     cases.alike(on_two_ranks(train_one_optimizer_of_several_wrappers, level, wrap))
 
 
+def train_one_wrapper_of_two_optimizers(rank, level):
+    model = cases.net(rank)
+    optimizers = [loops.sgd(model[index].parameters()) for index in (0, 2)]
+    model, optimizers = cases.initialized(level, model, optimizers)
+    parallel = DistributedDataParallel(model)
+    cases.backward(parallel, optimizers, *cases.rank_batch(rank, 0))
+    return [master.tolist() for each in optimizers for master in amp.master_params(each)]
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_masters_of_two_optimizers_are_those_of_the_first_rank(on_two_ranks, level):
+    cases.alike(on_two_ranks(train_one_wrapper_of_two_optimizers, level))
+
+
 def sum_beside_a_wrapper(rank, wrap, is_part):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -366,13 +380,13 @@ def two_wrapped_parts(level, **options):
     return model, optimizer
 
 
-def hold_one_wrapper_back(rank, level, in_block):
+def hold_one_wrapper_back(rank, level, kind):
     model, optimizer = two_wrapped_parts(level, loss_scale=8.0)
     grads = []
     for waits in (False, True, False):
         with model.first.no_sync() if waits else contextlib.nullcontext():
             loss = model(rank + 1.0)
-            if in_block:
+            if kind == "block" or (kind == "mixed" and not waits):
                 loops.scaled_backward(loss, optimizer)
             else:
                 loss.backward()
@@ -380,9 +394,9 @@ def hold_one_wrapper_back(rank, level, in_block):
     return grads
 
 
-@loops.every(in_block=[True, False], level=loops.WITH_MASTERS)
-def test_one_of_two_wrapped_parts_may_send_later(on_two_ranks, level, in_block):
-    found = on_two_ranks(hold_one_wrapper_back, level, in_block)
+@loops.every(kind=["block", "plain", "mixed"], level=loops.WITH_MASTERS)
+def test_one_of_two_wrapped_parts_may_send_later(on_two_ranks, level, kind):
+    found = on_two_ranks(hold_one_wrapper_back, level, kind)
     for rank, grads in enumerate(found):
         assert grads == [[1.5, 1.0], [rank + 2.5, 2.0], [4.5, 3.0]]
 
@@ -504,7 +518,13 @@ def in_a_group_of_its_own(model):
     return DistributedDataParallel(model, process_group=torch.distributed.new_group())
 
 
-WRAPS = {**cases.WRAPPERS, "group": in_a_group_of_its_own}
+def with_a_hook(model):
+    wrapper = DistributedDataParallel(model)
+    reduce_in_fp32(wrapper)
+    return wrapper
+
+
+WRAPS = {**cases.WRAPPERS, "group": in_a_group_of_its_own, "hook": with_a_hook}
 
 
 def train_around(rank, level, wrap, first, compiled):
@@ -584,6 +604,11 @@ AGAIN = [("O4", "O5"), ("O5", "O4"), ("O5", "O5"), ("O5", "O3"), ("O5", None), (
 def test_a_wrapper_of_a_restored_model_sends_its_gradients(on_two_ranks, levels, wrap):
     first, second = on_two_ranks(train_twice, levels, wrap, False)
     assert first == second == on_two_ranks(train_twice, levels, wrap, True)[0]
+
+
+def test_a_wrapper_of_a_model_that_is_cast_thrice_has_one_hook(on_two_ranks):
+    first, second = on_two_ranks(train_twice, ("O5", "O5"), "hook", False)
+    assert first == second == on_two_ranks(train_twice, ("O5", "O5"), "hook", True)[0]
 
 
 @loops.every(level=loops.LEVELS, wrap=["torch static", "torch views"])
