@@ -219,17 +219,20 @@ def test_passes_with_checkpoints_inside_are_sent_as_others(on_two_ranks):
 # -- exact masters ---------------------------------------------------------------------------
 
 
-def train_in_groups(rank, level):
+def train_in_groups(rank, level, first):
     """Each rank is a run of its own."""
     groups = [dist.new_group([0]), dist.new_group([1])]
-    model, optimizer = cases.prepare(level, seed=rank)
+    model = cases.net(rank)
     parallel = DistributedDataParallel(model, process_group=groups[rank])
+    model, optimizer = cases.initialized(level, model)
+    if not first:
+        parallel = DistributedDataParallel(model, process_group=groups[rank])
     return cases.train_on_data_of(0, parallel, optimizer, steps=2)["masters"]
 
 
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
-def test_masters_are_shared_in_the_wrapper_s_own_group(on_two_ranks, level):
-    for rank, found in enumerate(on_two_ranks(train_in_groups, level)):
+@loops.every(first=[False, True], level=loops.WITH_MASTERS)
+def test_a_wrapper_communicates_in_its_own_group(on_two_ranks, level, first):
+    for rank, found in enumerate(on_two_ranks(train_in_groups, level, first)):
         model, optimizer = cases.prepare(level, seed=rank)
         assert found == cases.train_on_data_of(0, model, optimizer, steps=2)["masters"]
 

@@ -518,9 +518,14 @@ def in_a_group_of_its_own(model):
     return DistributedDataParallel(model, process_group=torch.distributed.new_group())
 
 
+def doubled(group, bucket):
+    average = default_hooks.allreduce_hook(group, bucket)
+    return average.then(lambda done: 2.0 * done.value())
+
+
 def with_a_hook(model):
     wrapper = DistributedDataParallel(model)
-    reduce_in_fp32(wrapper)
+    wrapper.register_comm_hook(None, doubled)
     return wrapper
 
 
