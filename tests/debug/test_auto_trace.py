@@ -94,13 +94,28 @@ def test_a_user_s_dispatch_mode_around_each_step_stays_active(log):
     assert len(log()) == 1
 
 
+def test_a_pass_of_another_loss_does_not_end_the_trace(log):
+    model, optimizer = pair(num_losses=2)
+    arm(optimizer, after_skips=1)
+    bad_step(model, optimizer, loss_id=0)
+    loops.descend(model.first.weight.sum() * 1e-6, optimizer, loss_id=1)
+    assert tracing()
+    bad_step(model, optimizer, loss_id=0)
+    assert not tracing()
+    assert len(log()) == 1
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_skips_of_a_scale_that_settles_are_silent_and_leave_the_handle_armed(log, level):
     """The gradients fit fp16 below a scale of 2**10."""
     model, optimizer = loops.one_weight(level)
-    handle = arm(optimizer, after_skips=2)
-    for _ in range(12):
+    handle = arm(optimizer, after_skips=3)
+    traced = []
+    for step in range(12):
+        if tracing():
+            traced.append(step)
         loops.descend((model(torch.ones(1, 1)) * 2.0**6).sum(), optimizer)
+    assert traced == [3, 6]
     assert handle.trace.first.cause == "loss scale"
     assert log() == []
     assert not tracing()

@@ -37,6 +37,26 @@ def test_an_update_below_half_the_rounding_step_is_frozen(make, dtype):
     assert (updates.frozen, updates.wanted, updates.share) == (1, 2, 0.5)
 
 
+def test_a_few_frozen_weights_are_healthy():
+    optimizer = torch.optim.SGD([weight_of([1.0] + [0.01] * 5, torch.bfloat16)], lr=1e-3)
+    with frozen_updates(optimizer) as updates:
+        optimizer.step()
+    assert str(updates).startswith("Updates arrive: 16.7 % of the weights ")
+    assert updates.worst is None
+
+
+def test_only_a_decay_that_rounds_to_1_keeps_an_average_from_falling():
+    found = []
+    for decay in (0.9997, 0.9998):  # half of fp16's least step is 2**-12, of a number below 1
+        weight = weight_of([0.01], torch.float16)
+        optimizer = torch.optim.Adam([weight], betas=(0.9, decay))
+        optimizer.step()
+        with frozen_updates(optimizer) as updates:
+            optimizer.step()
+        found.append(updates.worst is not None)
+    assert found == [False, True]
+
+
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_steps_count_by_their_own_state_until_the_block_ends(make):
     optimizer = make([weight_of([1.0, 0.01], torch.bfloat16)])
@@ -196,9 +216,10 @@ def test_infinities_of_a_mask_are_no_fault_in_a_buffer():
     assert amp.debug.check_numerics(model) == []
     model.running_var[1] = torch.inf  # the others are 1
     model.mask[0, 0] = torch.nan
-    model.weight.data[0] = torch.inf  # the others are 1
+    model.register_buffer("full", torch.full((2,), -torch.inf))
+    nn.init.constant_(model.bias[0], -torch.inf)  # the others are 0
     found = amp.debug.check_numerics(model)
-    assert [item.name for item in found] == ["weight", "running_var", "mask"]
+    assert [item.name for item in found] == ["bias", "running_var", "mask", "full"]
 
 
 def test_anything_else_is_refused():
@@ -242,7 +263,8 @@ def test_why_skipped_names_the_gradients_of_a_plain_loop():
     model, optimizer = loops.plain_pair()
     assert why_skipped(optimizer) == []
     (model(loops.batch()[0]).sum() + model[2].bias[0] * torch.inf).backward()
-    found = why_skipped(optimizer, model=model)
-    assert [(item.name, item.inf) for item in found] == [("2.bias", 1)]
+    for wrapped in (model, nn.DataParallel(model)):
+        found = why_skipped(optimizer, model=wrapped)
+        assert [(item.name, item.inf) for item in found] == [("2.bias", 1)]
     (unnamed,) = why_skipped(optimizer)
     assert unnamed.name == "parameter 3"

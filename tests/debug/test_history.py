@@ -37,6 +37,23 @@ def test_every_pass_is_recorded_with_its_scale_and_the_norm_of_unscaled_gradient
     assert history.skipped == 1
 
 
+def test_a_pass_that_an_exception_ends_is_not_recorded():
+    model, optimizer = loops.prepared("O1")
+    history = amp.debug.History(optimizer)
+    with pytest.raises(ZeroDivisionError), amp.scale_loss(loops.small_loss(model), optimizer):
+        raise ZeroDivisionError
+    loops.backward(model, optimizer, *loops.batch())
+    assert [item.index for item in history.passes] == [0]
+
+
+def test_the_norm_adds_up_the_duplicate_rows_of_a_sparse_gradient():
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    model, optimizer = loops.prepared("O4", model=embedding)
+    with amp.debug.History(optimizer) as history:
+        loops.scaled_backward(model(torch.tensor([1, 1, 2])).sum(), optimizer)
+    assert history.passes[0].grad_norm == pytest.approx(10**0.5)  # of rows of 2 and of 1
+
+
 def test_gradients_stay_in_16_bits():
     model, optimizer = loops.prepared("O5")
     with amp.debug.History(optimizer) as history:
@@ -155,12 +172,14 @@ def test_the_summary_has_a_line_for_each_loss():
     model, optimizer = loops.prepared("O4", num_losses=2, loss_scale="dynamic")
     history = amp.debug.History(optimizer)
     assert str(history) == "No backward pass recorded yet."
-    for loss_id, (x, y) in ((1, loops.batch()), (0, loops.batch()), (1, loops.overflowing())):
+    good, bad = loops.batch(), loops.overflowing()
+    for loss_id, (x, y) in ((1, good), (0, bad), (1, bad), (0, good)):
+        optimizer.zero_grad()
         loops.backward(model, optimizer, x, y, loss_id=loss_id)
     assert str(history).splitlines() == [
-        "Loss 0: 1 backward pass, 0 skipped; scale 65536, from 65536 to 65536; "
-        f"gradient norm {history.passes[1].grad_norm:.3g}, at most "
-        f"{history.passes[1].grad_norm:.3g}",
+        "Loss 0: 2 backward passes, 1 skipped; scale 32768, from 32768 to 32768; "
+        f"gradient norm {history.passes[3].grad_norm:.3g}, at most "
+        f"{history.passes[3].grad_norm:.3g}",
         "Loss 1: 2 backward passes, 1 skipped; scale 32768, from 32768 to 65536; "
         f"gradient norm {history.passes[2].grad_norm}, at most {history.passes[0].grad_norm:.3g}",
     ]

@@ -188,3 +188,14 @@ def test_amp_s_own_checks_are_no_operators_of_a_model():
         amp.initialize(model, opt_level="O5", verbosity=0)
         model(torch.ones(2, 4))
     assert not found.lost
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_that_are_all_0_are_told_before_any_step(dtype):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)).to(dtype)
+    nn.init.constant_(model[0].bias, -100.0)
+    trace = traced(model, torch.ones(2, 2, dtype=dtype))
+    assert "a gradient" not in str(trace)  # the last layer has one
+    trace = traced(model[:2], torch.ones(2, 2, dtype=dtype))
+    assert str(trace).startswith("No weight got a gradient: aten.threshold_backward in 1 returned")
+    assert ("Numbers below 3e-8 are 0 there" in str(trace)) is (dtype is torch.float16)

@@ -116,6 +116,8 @@ def test_with_keep_going_the_script_runs_to_its_end(trace):
     assert told < ended < out.rindex("First overflow: aten.exp in 1")
     assert out.count("the report follows") == 1
     assert "stopped" not in out
+    traced = re.findall(r"Traced \d+ operators", out + trace(BAD)[1])
+    assert traced[0] == traced[1]  # the rest runs untraced
 
 
 def test_a_clean_script_is_exit_code_0_and_runs_to_its_end(trace):
@@ -168,6 +170,22 @@ def test_threads_of_the_script_are_measured_and_run_to_their_end(trace):
         assert traced[2] == ""
 
 
+def test_what_reaches_weights_in_a_step_has_hit_them(trace):
+    traced = trace("""
+        net = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=float("inf"))
+        net(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+    """)
+    check(traced, cli.NOT_FINITE, "cause  update: ")
+    assert "hit    no gradient, loss or weight" not in traced[1]
+
+
+def test_an_evaluation_after_a_step_is_no_update(trace):
+    traced = trace(f"{GOOD}with torch.no_grad():\n    torch.zeros(1).log()\n")
+    check(traced, cli.NOT_FINITE, "First inf: aten.log outside the model, forward, returned -inf")
+
+
 # -- loss scales -----------------------------------------------------------------------------------
 
 SCALED = """
@@ -207,10 +225,12 @@ OLD = """
 """
 
 HIGH = SCALED.format(scale=2.0**18)
+FAR = SCALED.format(scale=2.0**40)
 SCALES = {
     "GradScaler": (HIGH, "Healthy: 3 of 6 backward passes"),
     "fused": (HIGH.replace("lr=1e-3", "lr=1e-3, fused=True"), "Healthy: 3 of 6 backward passes"),
-    "a scale far too high": (SCALED.format(scale=2.0**40), "Not settled: 6 of 6 backward passes"),
+    "a scale far too high": (FAR, "Not settled: 6 of 6 backward passes"),
+    "far too high, fused": (FAR.replace("lr=1e-3", "lr=1e-3, fused=True"), "Not settled: 6 of 6"),
     "amp": (APEX, "Healthy: 2 of 6 backward passes"),
     "FP16_Optimizer": (OLD, "Healthy: 2 of 6 backward passes"),
 }
@@ -218,7 +238,20 @@ SCALES = {
 
 @pytest.mark.parametrize(("body", "said"), SCALES.values(), ids=SCALES)
 def test_overflows_by_which_a_scale_finds_its_value_are_no_fault(trace, body, said):
-    check(trace(body), cli.OK, f"{said} overflowed.")
+    check(trace(body), cli.OK, said, " overflowed.")
+
+
+def test_a_scale_beside_a_fault_is_not_called_healthy(trace):
+    traced = trace(f"{HIGH}    (net(torch.ones(1, 2)) * 0).log().sum().backward()\n")
+    check(traced, cli.NOT_FINITE, "First inf: aten.log", "after 3 optimizer steps")
+    assert "overflowed" not in traced[1]
+
+
+def test_a_reading_of_scaled_gradients_hits_nothing(trace):
+    reads = "scaler.scale(loss).backward()\n        print(float(net.weight.grad.norm()))"
+    traced = trace(SCALED.format(scale=2.0**8).replace("scaler.scale(loss).backward()", reads))
+    check(traced, cli.NOT_FINITE, "uses gradients before they are unscaled", "Scaled gradients: ")
+    assert "\n  hit " not in traced[1]
 
 
 def test_data_of_another_process_is_data(trace):
@@ -319,14 +352,15 @@ def test_weights_that_never_get_a_gradient_are_named(trace, level):
         nn.init.zeros_(net[2].weight)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
         net, optimizer = amp.initialize(net, optimizer, opt_level="{level}", verbosity=0)
-        for _ in range(2):
-            with amp.scale_loss(net(torch.ones(2, 2)).mean(), optimizer) as scaled_loss:
+        for factor in (1.0, 1.0, 0.0):
+            loss = net(torch.ones(2, 2)).mean() * factor
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
             optimizer.zero_grad()
     """
     said = "No step found a gradient other than 0 for 0.weight, 0.bias."
-    check(trace(body, options=["--updates"]), cli.OK, said)
+    check(trace(body, options=["--updates"]), cli.OK, f"{said}\n")
 
 
 UNDERFLOW = """
@@ -417,6 +451,7 @@ def test_gradients_of_a_closure_are_gradients(trace, option):
 LIMITED = [
     ("1 / (1 + d**2)", cli.OK, "made inf, which reached no gradient, loss or weight."),
     ("(d * d).clamp(max=9.0)", cli.OK, "made inf, which reached no gradient, loss or weight."),
+    ("((q := d * d).clamp(max=9.0) + 0 * q)", cli.NOT_FINITE, "made inf, after 0 optimizer steps."),
     ("d / d.pow(2).sum().sqrt()", cli.NOT_FINITE, "made inf, after 0 optimizer steps."),
 ]
 
@@ -592,13 +627,14 @@ def test_a_report_is_finished_when_another_rank_has_ended(tmp_path, monkeypatch)
     assert (tmp_path / "out.json").exists()
 
 
-def test_each_rank_reports_and_writes_for_itself(trace, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_reports_and_writes_for_itself(trace, monkeypatch, rank):
+    monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
     traced = trace(BAD, options=["--json", "trace.json"])
-    check(traced, cli.NOT_FINITE, "[rank 1] First overflow: aten.exp in 1, forward")
-    with open("trace.rank1.json") as file:
-        assert json.load(file)["rank"] == 1
+    check(traced, cli.NOT_FINITE, f"[rank {rank}] First overflow: aten.exp in 1, forward")
+    with open(f"trace.rank{rank}.json") as file:
+        assert json.load(file)["rank"] == rank
 
 
 def test_apex_may_be_in_a_zip_file(tmp_path):
