@@ -71,6 +71,33 @@ def test_a_skip_that_finds_the_scale_hides_no_fault_behind_it():
     )
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_of_a_static_scale_does_not_heal(level):
+    net, optimizer = loops.prepared(level, model=nn.Linear(2, 2), loss_scale=2.0**24)
+    with trace_overflow(net) as trace:
+        loops.scaled_backward(net(torch.ones(1, 2)).float().sum(), optimizer)
+    assert (trace.first.cause, trace.first.heals) == ("loss scale", False)
+
+
+def test_an_overflow_that_a_step_by_hand_writes_into_weights_heals_no_more():
+    net = nn.Linear(2, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    with trace_overflow(net) as trace:
+        with torch.autocast("cpu", torch.float16):
+            loss = net(torch.ones(1, 2)).float().sum()
+        scaler.scale(loss).backward()
+        assert trace.first.heals
+        with torch.no_grad():
+            net.weight -= net.weight.grad / scaler.get_scale()
+    assert (trace.first.cause, trace.first.heals) == ("loss scale", False)
+
+
+def test_an_overflow_of_a_tensor_that_is_too_large_to_copy_is_named_without_its_values():
+    with trace_overflow() as trace:
+        torch.full((1,), 2e19).expand(2**24 + 1).square()
+    assert (trace.first.cause, trace.first.inputs) == ("range", ())
+
+
 def test_an_overflow_in_an_evaluation_neither_counts_nor_hides_a_fault():
     net = nn.Linear(2, 2)
     with trace_overflow(net) as trace:

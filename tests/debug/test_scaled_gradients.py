@@ -28,6 +28,26 @@ UNSCALED_FIRST = {
     "by that of a mean": lambda scaler, optimizer, grads: [
         (grad / (scaler.get_scale() * 6)).norm().item() for _, grad in grads
     ],
+    "by a product in place": lambda scaler, optimizer, grads: [
+        grad.mul_(1.0 / scaler.get_scale()).norm().item() for _, grad in grads
+    ],
+    "by the kernel of a scaler": lambda scaler, optimizer, grads: (
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            [grad for _, grad in grads], torch.zeros(1), torch.tensor(1.0 / scaler.get_scale())
+        ),
+        grads[0][1].norm().item(),
+    ),
+    "an average of its own": lambda scaler, optimizer, grads: [
+        torch.zeros_like(grad) + grad for _, grad in grads
+    ],
+    "less than inf": lambda scaler, optimizer, grads: [
+        (grad.abs() < torch.inf).all().item() for _, grad in grads
+    ],
+    "zeros, and a pass without a scale": lambda scaler, optimizer, grads: (
+        optimizer.zero_grad(set_to_none=False),
+        torch.stack([param.sum() for param, _ in grads]).sum().backward(),
+        optimizer.step(),
+    ),
     "zeros": lambda scaler, optimizer, grads: [grad.zero_() for _, grad in grads],
 }
 
