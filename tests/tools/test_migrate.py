@@ -65,6 +65,16 @@ def test_an_import_in_try_or_in_a_function_is_followed():
     assert [name for _, name in found(program)] == own * 2
 
 
+def test_uses_are_in_the_order_of_their_lines():
+    program = """
+    from apex import amp
+    @amp.half_function
+    def loss(x):
+        return amp.float_function(x)
+    """
+    assert [line for line, _ in found(program)] == [2, 3, 5]
+
+
 def test_names_of_others_are_no_uses():
     program = """
     from torch.cuda import amp
@@ -251,6 +261,7 @@ POSITIONAL = [
     ("import apex\napex.RNN.LSTM(4, 4, 1)", ""),  # it takes any argument
     ("amp.initialize(m, o, *options, keep_batchnorm_fp32=True)", ""),
     ("amp.initialize(m, o, True, 'O6')", "Unexpected optimization level 'O6'."),
+    ("FusedAdam(params, -1.0)", "nvalid learning rate"),
     ("FusedSGD(params, 0.1, 0.9, nesterov=True)", ""),
     ("FusedSGD(params, 0.1, momentum, nesterov=True)", ""),
     ("FusedAdam(params, 1e-3, True, (0.9, 0.999), 1e-8, True, 0.0, True)", "the AMSGrad variant"),
