@@ -81,6 +81,12 @@ def test_a_harmless_program_has_no_fault(name):
     assert trace.gradients == []
 
 
+def test_infinities_that_a_kernel_saves_are_no_fault_where_no_backward_pass_follows():
+    with trace_overflow() as trace:
+        ctc_loss(torch.randn(4, 4))
+    assert trace.first is None, str(trace)
+
+
 def test_a_mask_that_the_forward_writes_into_a_buffer_is_no_fault():
     def masked(h):
         net.mask.copy_(torch.ones(4, 4).tril().log())

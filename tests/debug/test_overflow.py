@@ -71,6 +71,48 @@ def test_a_skip_that_finds_the_scale_hides_no_fault_behind_it():
     )
 
 
+@pytest.mark.parametrize("weights", [[0.1, 0.4, 1.6], [0.0, 1.0]])
+def test_weights_that_have_grown_since_the_first_step_are_a_training_that_diverges(weights):
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(net.weight, weights[0])
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    with trace_overflow(net) as trace:
+        for weight in weights[1:]:
+            net.weight.grad = net.weight.detach() - weight
+            optimizer.step()
+        (net(torch.ones(1, 1)).half() * 1e5).sum().backward()
+    assert ("diverges" in trace.first.why) is (len(weights) > 2)
+
+
+def test_memory_that_is_written_anew_forgets_what_it_held():
+    net = nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+    with trace_overflow(net) as trace:
+        x.div_(0.0)
+        x.fill_(1.0)
+        x.numpy()[0, 0] = torch.nan  # unseen by torch, as from another process
+        net(x).sum().backward()
+    assert trace.first.cause == "data"
+
+
+def test_a_write_to_a_part_of_a_memory_leaves_the_birth_of_the_rest():
+    x = torch.full((2, 2), 200.0, requires_grad=True)
+    with trace_overflow() as trace:
+        rows = torch.zeros(2, 2)
+        rows[0] = x[0].exp()
+        rows[1] = x[1]
+        rows.sum().backward()
+    assert (trace.first.op, trace.first.cause) == ("aten.exp", "range")
+
+
+def test_what_a_hook_of_a_parameter_computes_is_no_gradient():
+    net, seen = nn.Linear(2, 2), []
+    net.weight.register_post_accumulate_grad_hook(lambda w: seen.append((w.grad * 0).log()))
+    with trace_overflow(net) as trace:
+        net(torch.ones(1, 2)).sum().backward()
+    assert trace.gradients == []
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_of_a_static_scale_does_not_heal(level):
     net, optimizer = loops.prepared(level, model=nn.Linear(2, 2), loss_scale=2.0**24)

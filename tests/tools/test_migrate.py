@@ -261,7 +261,7 @@ POSITIONAL = [
     ("import apex\napex.RNN.LSTM(4, 4, 1)", ""),  # it takes any argument
     ("amp.initialize(m, o, *options, keep_batchnorm_fp32=True)", ""),
     ("amp.initialize(m, o, True, 'O6')", "Unexpected optimization level 'O6'."),
-    ("FusedSGD(params, -0.1)", "nvalid learning rate"),
+    ("FusedSGD(params, -0.1)", "lr is -0.1; it must be "),
     ("FusedSGD(params, 0.1, 0.9, nesterov=True)", ""),
     ("FusedSGD(params, 0.1, momentum, nesterov=True)", ""),
     ("FusedAdam(params, 1e-3, True, (0.9, 0.999), 1e-8, True, 0.0, True)", "the AMSGrad variant"),

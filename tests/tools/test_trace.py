@@ -232,6 +232,7 @@ SCALES = {
     "a scale far too high": (FAR, "Not settled: 6 of 6 backward passes"),
     "far too high, fused": (FAR.replace("lr=1e-3", "lr=1e-3, fused=True"), "Not settled: 6 of 6"),
     "amp": (APEX, "Healthy: 2 of 6 backward passes"),
+    "amp, fused": (APEX.replace("lr=1e-3", "lr=1e-3, fused=True"), "Healthy: 2 of 6"),
     "FP16_Optimizer": (OLD, "Healthy: 2 of 6 backward passes"),
 }
 
