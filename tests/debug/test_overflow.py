@@ -105,6 +105,34 @@ def test_a_write_to_a_part_of_a_memory_leaves_the_birth_of_the_rest():
     assert (trace.first.op, trace.first.cause) == ("aten.exp", "range")
 
 
+def test_a_weight_that_the_script_multiplies_is_updated():
+    net = nn.Linear(2, 2)
+    with trace_overflow(net) as trace, torch.no_grad():
+        net.weight.fill_(2.0)
+        net.weight.mul_(3e38)
+    assert (trace.first.op, trace.first.cause) == ("aten.mul_", "update")
+
+
+def test_three_gradients_are_listed_and_no_more():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    with trace_overflow(net) as trace:
+        (net(torch.ones(1, 2)) * torch.inf).sum().backward()
+    assert str(trace).endswith("  hit    the gradients of 1.weight, 0.bias, 0.weight")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when dynamo is imported
+def test_models_run_uncompiled_until_the_last_trace_ends():
+    compiled = []
+    net = torch.compile(nn.Linear(2, 2), backend=lambda graph, _: compiled.append(1) or graph)
+    with amp.debug.trace_rounding(net):
+        with trace_overflow(net):
+            net(torch.ones(1, 2))
+        net(torch.ones(1, 2))
+    assert compiled == []
+    net(torch.ones(1, 2))
+    assert compiled == [1]
+
+
 def test_what_a_hook_of_a_parameter_computes_is_no_gradient():
     net, seen = nn.Linear(2, 2), []
     net.weight.register_post_accumulate_grad_hook(lambda w: seen.append((w.grad * 0).log()))

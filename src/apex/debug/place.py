@@ -207,7 +207,9 @@ class Tracker:
         self._thread = threading.get_ident()
         self._state.last_sequence = _next_sequence() - 1
         # catch_warnings would undo the filters that the script sets in the meantime.
-        warnings.filterwarnings("ignore", message=_ABOUT_GLOBAL_HOOKS)
+        # Python keeps equal filters once, and a trace that ends first would remove another's.
+        message = f"{_ABOUT_GLOBAL_HOOKS}(?#{id(self)})"
+        warnings.filterwarnings("ignore", message=message)
         own_filter = warnings.filters[0]
         before = register_module_forward_pre_hook(self._enter_module)
         after = register_module_forward_hook(self._leave_module, always_call=True)
