@@ -38,7 +38,7 @@ UNSCALED_FIRST = {
         grads[0][1].norm().item(),
     ),
     "an average of its own": lambda scaler, optimizer, grads: [
-        torch.zeros_like(grad) + grad for _, grad in grads
+        torch.zeros(grad.shape) + grad for _, grad in grads
     ],
     "less than inf": lambda scaler, optimizer, grads: [
         (grad.abs() < torch.inf).all().item() for _, grad in grads
