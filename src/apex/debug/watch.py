@@ -85,7 +85,7 @@ class History:
     """Records loss scale, overflow and gradient norm of every backward pass.
 
     Recording never blocks: each pass starts an asynchronous copy of a few numbers to the host.
-    Reading ``passes``, or ``stop``, waits for the copies still under way. A gradient norm takes two
+    Reading ``passes`` waits for the copies still under way. A gradient norm takes two
     kernels per pass.
 
     The history does not record passes that leave the scale unchanged (``delay_unscale``,
@@ -137,9 +137,8 @@ class History:
         self.stop()
 
     def stop(self) -> None:
-        """Stops recording and keeps the recorded passes; idempotent. Waits for the device."""
+        """Stops recording and keeps the recorded passes; idempotent."""
         self._stop()
-        self._read(wait=True)
 
     @property
     def passes(self) -> list[Pass]:
