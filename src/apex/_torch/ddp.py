@@ -102,9 +102,9 @@ def rebuild_reducer(wrapper: Any) -> None:
     In torch, only restoring the state of a wrapper creates a new reducer.
     """
     if _lacks_hooks(wrapper):
-        registered = vars(wrapper).get("_comm_hooks", [])
-        # With its own process group.
-        wrapper.__setstate__({**vars(wrapper), "_comm_hooks": []})
-        if not wrapper._comm_hooks:  # apex's wrapper registers its own
-            for hook, state in registered:
-                wrapper.register_comm_hook(state, hook)
+        state = vars(wrapper)  # with its own process group
+        registered = state.get("_comm_hooks", [])
+        wrapper.__setstate__({**state, "_comm_hooks": []})
+        if not wrapper._comm_hooks:  # apex's wrapper has registered its own
+            for hook, state_of_hook in registered:
+                wrapper.register_comm_hook(state_of_hook, hook)

@@ -85,8 +85,8 @@ class History:
     """Records loss scale, overflow and gradient norm of every backward pass.
 
     Recording never blocks: each pass starts an asynchronous copy of a few numbers to the host.
-    Reading ``passes`` waits for the copies still under way. A gradient norm takes two
-    kernels per pass.
+    Reading ``passes`` waits for the copies still under way. A gradient norm takes two kernels per
+    pass.
 
     The history does not record passes that leave the scale unchanged (``delay_unscale``,
     ``delay_overflow_check``, ``no_sync``) or that run inside a CUDA graph. For sharded parameters
