@@ -5,6 +5,7 @@ from torch import nn
 
 from apex.debug.overflow import trace_overflow
 from tests.debug.bodies import Body
+from tests.support.loops import prepared
 from tests.support.memory import new_memory_holds_nan
 
 X = torch.tensor([[0.5, -1.0, 2.0]])
@@ -33,11 +34,32 @@ def test_a_wider_dtype_is_no_remedy_for_what_exceeds_it_too():
     assert first.why == "the true result exceeds the range of float16 (65504)."
 
 
+def squares(net, *others):
+    """Traces a model at O2 that squares 300."""
+    net, _ = prepared("O2", model=net)
+    nn.init.constant_(net[0].weight, 100.0)
+    nn.init.zeros_(net[0].bias)
+    with trace_overflow(*others, net) as trace:
+        net(torch.ones(1, 3))
+    return trace.first
+
+
+def test_the_module_to_keep_in_fp32_is_named_without_its_model_and_holds_what_reads_the_values():
+    square, divide = Body(lambda self, x: x.square()), Body(lambda self, x: x / 300.0)
+    for others, module in ((), "1.0"), ((nn.Linear(3, 3),), "Sequential:1.0"):
+        first = squares(nn.Sequential(nn.Linear(3, 3), nn.Sequential(square, divide)), *others)
+        assert first.module == module
+        assert first.remedies[1].endswith("fp32_modules=['1']")
+
+
 def test_neither_a_cast_of_large_numbers_nor_a_gradient_is_a_mask():
     first = first_of(lambda x: (x * 1e6).half().softmax(-1), torch.tensor([[1.0, 2.0, 3.0]]))
     assert (first.op, first.cause, first.pattern) == ("aten._to_copy", "range", "")
     first = first_of(lambda x: x.half().float() * -1e8, X)
     assert (first.op, first.direction, first.pattern) == ("aten._to_copy", "backward", "")
+    first = first_of(lambda x: x.half() * 300 * 300, X / 4)
+    assert (first.op, first.direction) == ("aten.mul", "backward")
+    assert "float()" not in " ".join(first.remedies)
 
 
 def test_what_a_product_reads_is_data_and_no_mask():
