@@ -89,6 +89,23 @@ def test_steps_that_were_skipped_are_as_many_steps_behind():
     assert judged(late, fp32)
 
 
+def test_a_step_that_was_skipped_makes_no_rising_loss_worse():
+    fp32 = tuple(step / 20 for step in range(STEPS))
+    ours = tuple(1.01 * loss for loss in fp32)
+    assert judged(ours, fp32, loss_scales=(2.0, *(1.0,) * STEPS)) == ""
+
+
+def test_the_search_for_a_loss_scale_is_no_fault_of_a_short_training():
+    scales = (8.0, 4.0, 2.0, *(1.0,) * 18)
+    assert judged((1.0,) * 20, (1.0,) * 20, loss_scales=scales) == ""
+
+
+def test_a_loss_close_to_0_may_differ_by_what_rounding_the_outputs_explains():
+    fp32 = (1.0,) * 10 + (1e-9,) * 50
+    assert judged((1.0,) * 10 + (1e-5,) * 50, fp32) == ""
+    assert judged((1.0,) * 10 + (1e-4,) * 50, fp32)
+
+
 ACCIDENTS = {
     "few steps": (2.0,) * 19,
     "one spike": (1.001,) * (STEPS - 1) + (20.0,),
@@ -111,6 +128,7 @@ def test_values_that_are_not_finite_are_left_out_and_sizes_may_be_negative():
     found = excess(ours, fp32)
     assert (found.steps, found.worse) == (7, 7)
     assert found.share == pytest.approx(0.1)
+    assert excess([1.1, -0.9] * 6, [1.0, -1.0] * 6).share == pytest.approx(0.1)
     assert excess([math.nan] * 12, fp32) is None
     nothing = excess([0.0] * 12, [0.0] * 12)
     assert (nothing.share, nothing.share_error) == (0.0, 0.0)

@@ -56,6 +56,12 @@ def test_no_gain_means_stay_in_fp32_and_says_why():
     assert words(found) == {"O0": "use", "O4": "usable"}
 
 
+def test_a_level_without_masters_is_never_advised():
+    found = advised(result_of("bf16", milliseconds=5.0))
+    assert (found.level, words(found)) == ("O0", {"O0": "use", "bf16": "no"})
+    assert whys(found)["bf16"].endswith("; no fp32 masters, for comparison only")
+
+
 # -- quiet, noisy, busy, tied ------------------------------------------------------------------
 
 
@@ -110,6 +116,8 @@ def test_times_that_vary_too_much_give_no_verdict():
     base, level = planted(1.0, noisy=True, seed=1)
     smaller = result_of("O4", samples=level)
     assert comparison_of(result_of(samples=base, saved=10**9), smaller).recommendation.level is None
+    wide = result_of("O4", samples=[8.0, 12.0] * 10)
+    assert comparison_of(result_of(samples=[10.0] * 20), wide).recommendation.level is None
 
 
 TOO_FEW = [
