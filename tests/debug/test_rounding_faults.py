@@ -363,6 +363,11 @@ def test_what_fp32_magnifies_in_two_steps_is_no_chain_and_comes_from_16_bits():
     assert row.remedies[0].startswith("keep the value in fp32 at ")
 
 
+def test_an_error_of_large_logits_counts_by_the_probabilities_that_it_changes():
+    (row,) = lost_by(lambda x: (x.float() * 100).log_softmax(-1))
+    assert (row.op, row.kind) == ("aten._log_softmax", "cancellation")
+
+
 HARMLESS = {
     "logits of usual size": lambda x: (x.float() * 3).softmax(-1),
     "logits beside masked ones": lambda x: (

@@ -21,6 +21,7 @@ def speeds_of(fp16, bf16):
 
 ADVICE = [
     (8.0, 8.0, "O4"),  # nothing to scale: bf16 where both are fast
+    (8.0, 6.0, "O4"),
     (8.0, 1.0, "O1"),  # GPUs before Ampere
     (8.0, 0, "O1"),
     (0.02, 4.0, "O4"),  # CPUs that emulate fp16
@@ -61,12 +62,23 @@ def test_a_cpu_that_emulates_both_dtypes_is_told_so_however_busy_it_is(monkeypat
     assert doctor.examine(CPU).opt_level == (None if busy else "O4")
 
 
+def test_a_gpu_beside_a_cpu_that_emulates_gets_a_level_of_its_own(monkeypatch):
+    monkeypatch.setattr(Load, "busy", False)
+    monkeypatch.setattr(doctor, "operator_seconds", lambda dtype, device: {"matmul": QUIET})
+    monkeypatch.setattr(doctor, "describe", str)
+    emulate(monkeypatch, "fp16", "bf16")
+    health = doctor.examine(torch.device("cuda"))
+    assert health.opt_level == "O4"
+    assert list(health.speeds) == ["cuda", "cpu"]
+
+
 QUIET = [(1.0, 0.5)] * 8
 
 
 SPEEDS = [
     (QUIET, 2.0, "matmul 2x"),
     ([(1.0 + at, 0.5 + 3 * at) for at in range(8)], 2.0, "not measured: busy"),
+    ([(1.0 + at, 0.5 + 3 * at) for at in reversed(range(8))], 2.0, "not measured: busy"),
     ([(9.0, 30.0)] * 30 + QUIET, 2.0, "matmul 2x"),  # a load that comes and goes
     ([(1.0, 80.0)] * 8, 0.0125, "matmul 0.0125x"),
     ([], 0.0, "matmul no"),
