@@ -15,6 +15,7 @@ from apex.tools.compare import run
 from apex.tools.compare.results import LEVELS, to_json
 from apex.tools.compare.table import comparison_text
 from apex.tools.compare.target import open_target
+from apex.tools.compare.timing import Load
 from apex.tools.errors import InputError
 from tests.support.emulation import emulate
 from tests.support.features import needs_masters
@@ -82,6 +83,7 @@ def test_steps_that_overflow_are_counted(tmp_path):
     text = TARGET.replace(".float(), labels)", ".float(), labels) * 10")
     found = by_name(compared(written(tmp_path, text), "O1", steps=9))
     assert found["O1"].training.skipped > 0
+    assert len(found["O1"].training.loss_scales) == 10  # before, and after each step
     assert found["O0"].training.skipped == 0
 
 
@@ -98,6 +100,14 @@ def test_casts_of_a_level_do_not_reach_the_others(tmp_path):
     compared(written(tmp_path, TARGET.replace("    return nn", writes)), "O4,O5", steps=2)
     counts = Counter(file.read_text().split())
     assert counts["torch.float32"] == 2 * counts["torch.bfloat16"] > 0  # at O0 and O5, and at O4
+
+
+def test_no_casts_of_a_level_reach_a_backward_pass_or_a_step(tmp_path, capsys):
+    product = "torch.ones(1, 1) @ torch.ones(1, 1)"
+    text = TARGET.replace("return nn", "loss = nn") + "    loss.register_hook(lambda gradient: "
+    text += f"print({product}))\n    return loss\n" + COUNTED.replace('"step"', product)
+    compared(written(tmp_path, text), "O4,autocast-bf16", steps=2)
+    assert {*capsys.readouterr().out.splitlines()} == {"tensor([[1.]])"}
 
 
 @needs_masters
@@ -180,6 +190,14 @@ def test_an_emulated_level_is_trained_and_judged_and_not_timed(tmp_path, monkeyp
     assert comparison_text(comparison).count(" emulated  ") == 4  # instead of a time
 
 
+def test_the_load_that_ends_the_timing_is_the_comparison_s(tmp_path, monkeypatch):
+    loads = iter([Load(0.0, 1), Load(0.0, 1), Load(9.0, 1)])
+    monkeypatch.setattr(run, "current_load", lambda: next(loads, Load(0.0, 1)))
+    monkeypatch.setattr(Load, "busy", property(lambda load: load.average > 1.0))
+    found = compared(written(tmp_path), "O4")
+    assert (len(by_name(found)["O4"].times), found.load.average) == (1, 9.0)
+
+
 def test_levels_that_the_cpu_computes_are_timed_beside_emulated_ones(tmp_path, monkeypatch):
     emulate(monkeypatch, "fp16")
     found = by_name(compared(written(tmp_path), "O1,O4", steps=2, rounds=1))
@@ -226,9 +244,10 @@ optimizer = Narrow(model.parameters(), lr=1e-2)
 
 
 def test_an_optimizer_without_wider_kernels_trains_uncounted(tmp_path):
-    found = compared(written(tmp_path, TARGET + NARROW))
+    frozen = "model[0].requires_grad_(False)\n"
+    found = compared(written(tmp_path, TARGET + frozen + NARROW))
     assert not found.failed
-    assert not found.notes  # the weights moved
+    assert not found.notes  # some weights moved
     assert by_name(found)["O0"].training.frozen is None
 
 
@@ -257,6 +276,7 @@ NOTES = [
 @pytest.mark.parametrize(("change", "note"), NOTES)
 def test_what_makes_the_comparison_say_less_is_noted(tmp_path, change, note):
     found = compared(written(tmp_path, TARGET + change), steps=5)
+    assert found.steps == (3 if "ran out" in note else 5)
     assert [each.startswith(note) for each in found.notes] == [True]
     assert not found.failed
 

@@ -130,6 +130,7 @@ def test_values_that_are_not_finite_are_left_out_and_sizes_may_be_negative():
     assert found.share == pytest.approx(0.1)
     assert excess([1.1, -0.9] * 6, [1.0, -1.0] * 6).share == pytest.approx(0.1)
     assert excess([math.nan] * 12, fp32) is None
+    assert judged([1.0] * 30 + [math.nan] + [1.0] * 29, [1.0] * 60) == ""
     nothing = excess([0.0] * 12, [0.0] * 12)
     assert (nothing.share, nothing.share_error) == (0.0, 0.0)
 

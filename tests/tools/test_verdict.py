@@ -3,6 +3,7 @@
 import math
 import random
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -211,6 +212,9 @@ def test_the_interval_holds_the_true_median_as_often_as_it_says():
     assert CONFIDENCE <= share < 0.98
     six = median_interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0])
     assert (six.median, six.low, six.high) == (3.5, 1.0, 6.0)
+    eight = median_interval(range(8))
+    assert (eight.low, eight.high) == (0, 7)
+    assert speed_of([1.0] * 5, [1.0] * 5) is None
 
 
 def test_a_load_that_slows_whole_rounds_cancels_between_pairs():
@@ -228,6 +232,12 @@ def test_a_busy_machine_computes_in_one_thread():
             assert torch.get_num_threads() == inside
         assert torch.get_num_threads() == 2
     torch.set_num_threads(threads)
+
+
+def test_times_are_in_milliseconds():
+    work = {"O0": lambda: time.sleep(0.002)}
+    (times,) = timing.time_interleaved(work, range(2), torch.device("cpu")).values()
+    assert 2.0 <= times[0] < 2000.0
 
 
 @pytest.mark.parametrize("short", [False, True])
