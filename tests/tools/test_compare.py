@@ -200,8 +200,12 @@ def test_the_load_that_ends_the_timing_is_the_comparison_s(tmp_path, monkeypatch
 
 def test_levels_that_the_cpu_computes_are_timed_beside_emulated_ones(tmp_path, monkeypatch):
     emulate(monkeypatch, "fp16")
-    found = by_name(compared(written(tmp_path), "O1,O4", steps=2, rounds=1))
+    evaluate = (
+        "evaluate = lambda model: torch.finfo((torch.ones(1, 1) @ torch.ones(1, 1)).dtype).bits\n"
+    )
+    found = by_name(compared(written(tmp_path, TARGET + evaluate), "O1,O4", steps=2, rounds=1))
     assert [len(found[name].times) for name in ("O0", "O1", "O4")] == [1, 0, 1]
+    assert [found[name].training.evaluation for name in ("O0", "O4")] == [32, 16]
 
 
 @needs_masters

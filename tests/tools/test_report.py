@@ -128,7 +128,7 @@ def test_skipped_levels_have_no_row():
 
 CELLS = [
     ("loss", {"losses": NAN}, "   nan  "),
-    ("loss", {"losses": (0.125,) * 25}, "0.125"),
+    ("loss", {"losses": (1.0,) * 20 + (0.125,) * 5}, " 0.125 "),
     ("frozen", {"frozen": 0.034}, "3.4 %"),
     ("apart", {"losses": tuple(1.1 / step for step in range(1, 26))}, "+10 ± 0.4"),
     ("skipped", {"loss_scales": (2.0, 1.0) * 13}, "13 of 25"),

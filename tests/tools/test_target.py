@@ -64,6 +64,7 @@ MAIN = "if __name__ == '__main__':\n    def setup(): pass\n1 / 0\n"
 NO_TARGETS = {
     "raises": (FAILS, r"raised ZeroDivisionError: division by zero \(.*:4\)\n  no data"),
     "import": ("import no_such\nfrom x import *\n", "Executing .* failed: ModuleNotFoundError"),
+    "exits": (TARGET + "raise SystemExit(3)\n", "Executing .* failed: SystemExit: 3"),
     "two": ("def setup():\n    return 1, 2\n", "returned tuple; it must return model, optimizer"),
     "none": ("def setup():\n    pass\n", "returned NoneType; it must return model, optimizer"),
     "part": ("def setup():\n    return {'model': 1}\n", "returned dict; it must return model"),

@@ -491,13 +491,16 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", [["project/sub/train.py"], ["-m", "project.sub.train"]])
+@pytest.mark.parametrize(
+    "how", [["project/sub/train.py"], ["link.py"], ["-m", "project.sub.train"]]
+)
 def test_a_script_sees_what_it_sees_under_python(tmp_path, monkeypatch, how):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     folder = tmp_path / "project" / "sub"
     folder.mkdir(parents=True)
     (folder / "train.py").write_text(SEES)
+    (tmp_path / "link.py").symlink_to(folder / "train.py")
     given = [*how, "--lr", "0.1", "--json", "x", "--", "-m"]
     monkeypatch.setenv("SEEN", str(tmp_path / "python"))
     subprocess.run([sys.executable, *given], check=True)
@@ -523,6 +526,7 @@ def test_everything_is_put_back(trace):
 ENDS = [
     ("sys.exit(7)", 7),
     ("sys.exit()", 0),
+    ("sys.exit(-1)", 255),
     ("sys.exit('no data')", 1),
     ("raise ValueError('no data')", 1),
     ("raise ValueError", 1),
