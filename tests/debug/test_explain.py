@@ -44,6 +44,8 @@ def test_a_plain_model_computes_in_fp32_without_casts():
     assert found.total[1:] == (0.0, 0, 0)
     assert {row.computed_in for row in found.ops} == {FULL}
     assert row_of(found, "mean", inside=False).module == ""  # the default loss
+    found = explain(net(), X, loss_fn=total, backward=False)
+    assert row_of(found, "sum", inside=False).calls == 1
 
 
 def test_o4_casts_input_weight_and_bias_of_a_linear_layer():
@@ -90,6 +92,7 @@ def test_text_and_json_hold_the_same():
     assert text.startswith("Sequential: ")
     assert f"{found.total.casts} casts" in text
     assert "addmm" in text
+    assert "(outside)" in text  # the loss
     assert data["total"]["casts"] == found.total.casts
     assert len(data["ops"]) == len(found.ops)
     assert "rows omitted" in found.to_text(rows=2)

@@ -240,11 +240,6 @@ def tensors_without_elements():
     (torch.ones(0, 2).bfloat16() + 1).sum()
 
 
-def memory_that_is_drawn_anew():
-    x = nn.Linear(8, 8).bfloat16()(torch.ones(4, 8).bfloat16()).detach()
-    x.normal_() + 1
-
-
 def a_weight_times_a_number():
     """It is no average that stands still."""
     linear, weight = nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8).bfloat16().weight
@@ -255,7 +250,6 @@ PROGRAMS = [
     values_beside_exact_ones, two_means_that_nearly_cancel, a_token_that_recurs_in_fp16,
     values_that_cancel_in_a_fused_attention, two_means_that_nearly_cancel_and_are_scaled,
     a_gru_near_its_fixed_point, complex_values, tensors_without_elements, a_weight_times_a_number,
-    memory_that_is_drawn_anew,
 ]  # fmt: skip
 
 

@@ -50,6 +50,14 @@ def test_several_faults_are_all_found():
     assert sorted(suggested(model).modules) == ["1.1", "3.1", "4.1"]
 
 
+def test_a_module_whose_name_begins_with_another_s_is_not_inside_it():
+    def block():
+        return nn.Linear(32, 32), layer(shift), nn.LayerNorm(32)
+
+    model = nn.Sequential(*block(), *(nn.Identity() for _ in range(6)), *block(), nn.Linear(32, 10))
+    assert sorted(suggested(model).modules) == ["1", "10"]
+
+
 def test_frozen_weights_vanishing_gradients_and_autocast_around_it_change_no_verdict():
     torch.manual_seed(0)
     frozen = nn.Linear(8, 8).requires_grad_(False)
@@ -97,6 +105,21 @@ def test_a_fault_outside_of_modules_is_noted():
     found = amp.debug.suggest_fp32(model, torch.randn(16, 8))
     assert found.modules == []
     assert found.notes[0].startswith("aten.sub in the model loses digits")
+
+
+def test_an_error_that_enters_before_the_module_that_magnifies_it_is_noted():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), layer(lambda x: x - 1000), nn.Linear(8, 1))
+    nn.init.constant_(model[0].bias, 1000.0)
+    (note,) = amp.debug.suggest_fp32(model, torch.randn(16, 8)).notes
+    assert note.startswith("aten.sub in 1 loses digits")
+
+
+def test_an_operator_without_a_verdict_is_noted():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), layer(lambda x: (x + 1e6) - 1e6), nn.Linear(8, 1))
+    (note,) = amp.debug.suggest_fp32(model, torch.randn(16, 8)).notes
+    assert note.startswith("aten.sub has no verdict: ")
 
 
 def test_a_fault_that_reaches_no_gradient_needs_no_fp32():
@@ -153,6 +176,11 @@ BAD_INPUT = [
         lambda: amp.initialize(nn.Linear(4, 4), opt_level="O5", verbosity=0),
         {},
         r"which amp has prepared.*before amp\.initialize",
+    ),
+    (
+        lambda: nn.Sequential(amp.initialize(nn.Linear(4, 4), opt_level="O5", verbosity=0)),
+        {},
+        "got Sequential, which amp has prepared",
     ),
 ]
 
