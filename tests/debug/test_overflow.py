@@ -95,6 +95,13 @@ def test_memory_that_is_written_anew_forgets_what_it_held():
     assert trace.first.cause == "data"
 
 
+def test_data_of_0_and_inf_are_no_mask():
+    net, x = nn.Linear(2, 2), torch.tensor([[0.0, torch.inf]])
+    with trace_overflow(net) as trace:
+        net(x).sum().backward()
+    assert (trace.first.op, trace.first.cause) == ("aten.addmm", "data")
+
+
 def test_a_write_to_a_part_of_a_memory_leaves_the_birth_of_the_rest():
     x = torch.full((2, 2), 2e19, requires_grad=True)
     with trace_overflow() as trace:

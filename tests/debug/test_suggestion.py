@@ -202,8 +202,8 @@ def test_a_module_that_does_not_run_in_16_bits_is_suggested():
     torch.manual_seed(0)
     attention = Body(attended, projection=nn.Linear(8, 24))
     attention.register_buffer("inv_freq", torch.arange(1.0, 9.0), persistent=False)
-    model = nn.Sequential(nn.Linear(8, 8), attention, nn.Linear(8, 2))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(attention, nn.Linear(8, 2)))
     found = amp.debug.suggest_fp32(model, torch.randn(2, 4, 8))
-    assert found.modules == ["1"]
-    assert "fp32_modules=['1']" in str(found)
-    assert found.notes == ("1 does not run in 16 bits.",)
+    assert found.modules == ["1.0"]
+    assert "fp32_modules=['1.0']" in str(found)
+    assert found.notes == ("1.0 does not run in 16 bits.",)
