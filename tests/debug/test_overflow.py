@@ -50,6 +50,16 @@ def test_remedies_under_amp_init_are_those_of_its_level():
     assert "torch.autocast" not in remedies
 
 
+def test_remedies_for_a_plain_model_beside_a_prepared_one_are_its_own():
+    beside = loops.prepared("O1", model=nn.Linear(4, 4))
+    model = nn.Linear(4, 4)
+    with trace_overflow(model) as trace, torch.autocast("cpu", torch.float16):
+        output = model(torch.full((2, 4), 6e4))
+        (output @ output.T).sum().backward()
+    assert "torch.autocast" in " ".join(trace.first.remedies)
+    del beside
+
+
 def test_a_trace_in_which_nothing_ran_is_no_clean_one():
     trace = amp.debug.trace_overflow(nn.Linear(2, 2))
     nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()

@@ -43,6 +43,22 @@ def test_a_healthy_model_needs_none(name):
     assert found.setting == ""
 
 
+def test_the_error_is_the_root_mean_square_over_the_parameters():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(16, 8)
+
+    def square(output):
+        return output.float().square().mean()
+
+    exact = torch.autograd.grad(square(model(x)), [*model.parameters()])
+    found = amp.debug.suggest_fp32(model, x, loss_fn=square)
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    rounded = torch.autograd.grad(square(model(x)), [*model.parameters()])
+    pairs = zip(rounded, exact, strict=True)
+    errors = torch.stack([(ours - theirs).norm() / theirs.norm() for ours, theirs in pairs])
+    assert found.error_before == pytest.approx(errors.square().mean().sqrt().item(), rel=1e-4)
+
+
 def test_several_faults_are_all_found():
     kinds = shift, torch.tanh, shift, rounding_cases.Cancels.apply
     blocks = [nn.Sequential(nn.Linear(32, 32), layer(kind), nn.LayerNorm(32)) for kind in kinds]
