@@ -3,6 +3,7 @@
 import json
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -96,6 +97,13 @@ def test_text_and_json_hold_the_same():
     assert data["total"]["casts"] == found.total.casts
     assert len(data["ops"]) == len(found.ops)
     assert "rows omitted" in found.to_text(rows=2)
+
+
+def test_the_longest_rows_are_shown_in_order_of_use():
+    found = explain(net(), X, backward=False)
+    rows = zip(found.ops, (2.0, 1.0, 3.0), strict=True)
+    timed = replace(found, ops=tuple(replace(row, seconds=seconds) for row, seconds in rows))
+    assert [line[0] for line in timed.to_text(rows=2).splitlines()[3:5]] == ["0", "2"]
 
 
 # -- nothing changes -------------------------------------------------------------------------------
