@@ -540,12 +540,12 @@ ENDS = [
 def test_the_script_s_own_exit_code_passes_through(trace, body, status):
     code, out, err = trace(body)
     assert code == status
-    assert report_of(out)[0] == "apex trace: train.py ran no operator."
+    assert report_of(out)[0] == "apex trace: train.py ran no operator in its own process."
     if "data" in body:
         assert err.endswith("no data\n")
     assert f"tools{os.sep}script.py" not in err  # the traceback is the script's own
     assert "does not fit" not in out
-    assert ("No operator was traced, because the script ran none" in out) == (status == 0)
+    assert ("Trace the program that its processes run." in out) == (status == 0)
 
 
 MASKED = """

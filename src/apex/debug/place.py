@@ -207,7 +207,8 @@ class Tracker:
         self._thread = threading.get_ident()
         self._state.last_sequence = _next_sequence() - 1
         # catch_warnings would undo the filters that the script sets in the meantime.
-        # Python keeps equal filters once, and a trace that ends first would remove another's.
+        # Python keeps equal filters once, and a trace that ends would remove another's. A comment
+        # in the pattern makes them differ.
         message = f"{_ABOUT_GLOBAL_HOOKS}(?#{id(self)})"
         warnings.filterwarnings("ignore", message=message)
         own_filter = warnings.filters[0]

@@ -167,9 +167,10 @@ def _mean(by_work: Mapping[str, float | None]) -> float:
 
 
 def _measured(device: torch.device) -> Speeds:
-    speeds: dict[str, dict[str, float | None]] = {}
+    speeds = {}
     for dtype in dtypes.LOW_PRECISION:
-        by_work = speeds[dtypes.name(dtype)] = {}
+        by_work: dict[str, float | None] = {}
+        speeds[dtypes.name(dtype)] = by_work
         if device.type == "cpu" and emulation(dtype):
             continue
         for work, times in operator_seconds(dtype, device).items():

@@ -71,7 +71,7 @@ def old_syntax(error: BaseException) -> str:
     if not isinstance(error, SyntaxError):
         return ""
     line = error.text or ""
-    if "async=" in line:
+    if re.search(r"\basync\s*=", line):
         return "async is a keyword since Python 3.7. Write .cuda(non_blocking=True)."
     if _PYTHON_2.search(line):
         return (

@@ -161,7 +161,7 @@ _MADE = {
 def _verdict(script: str, seen: Seen) -> list[str]:
     first = seen.first
     if not seen.operators:
-        return [f"apex trace: {script} ran no operator."]
+        return [f"apex trace: {script} ran no operator in its own process."]
     if first is None:
         return [f"apex trace: no inf or NaN in {script} reached a gradient, the loss or a weight."]
     if seen.harmless:
@@ -189,10 +189,7 @@ def _remarks(script: str, seen: Seen, ending: Ending) -> list[str]:
             "overflowed. This makes a dynamic loss scale back off, and the step is skipped."
         )
     if not seen.operators and not ending.status:
-        lines.append(
-            "No operator was traced, because the script ran none in its own process. "
-            "Trace the program that its processes run."
-        )
+        lines.append("Trace the program that its processes run.")
     if seen.first is None and seen.steps:
         lines.append(
             "If the loss stands still, or is higher than in fp32: `apex trace --digits "
