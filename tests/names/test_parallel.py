@@ -292,8 +292,10 @@ def test_tensors_are_split_by_type_and_found_in_any_nesting():
 SHOW = """
 import json, os, sys
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+written = sys.argv[1] + os.environ["RANK"]
+with open(written, "w") as file:
     json.dump([{name: os.environ[name] for name in names}, sys.argv[2:]], file)
+os.replace(written, os.path.join(sys.argv[1], os.environ["RANK"]))  # whole, or not at all
 if "fail" in sys.argv:
     import time
     sys.exit(3) if os.environ["RANK"] == "1" else time.sleep(60)
