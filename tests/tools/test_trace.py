@@ -50,14 +50,6 @@ GOOD_VERDICT = "apex trace: no inf or NaN in train.py reached a gradient, the lo
 BAD = "train(Net(), [torch.ones(2, 2), torch.full((2, 2), 1e6), torch.ones(2, 2)])\n"
 
 
-@pytest.fixture(autouse=True)
-def terminable():
-    """Undoes what the command does at its end: it ignores SIGTERM."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
 @pytest.fixture
 def trace(tmp_path, capsys, monkeypatch):
     """Traces a script in an empty folder; returns exit code, standard output and error."""
