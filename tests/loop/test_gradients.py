@@ -577,16 +577,20 @@ def test_amps_clip_multiplies_the_gradients_where_they_are(level):
 
 
 @masters
-def test_a_master_answers_for_attributes_of_its_parameter(level):
+def test_attributes_that_a_script_sets_are_the_same_on_both_sides(level):
     training = Training(level)
     (weight, *_), (master, *_) = training.side("model"), training.side("masters")
-    assert not hasattr(master, "group_name")
-    weight.group_name = "first"
-    assert master.group_name == "first"
-    weight.group_name = "second"
-    assert master.group_name == "second"
-    master.group_name = "own"
-    assert (master.group_name, weight.group_name) == ("own", "second")
+    for one, other in ((weight, master), (master, weight)):
+        assert not hasattr(other, "mask")
+        one.mask = 1
+        other.mask += 1
+        assert one.mask == other.mask == 2
+        one.mask = None
+        assert other.mask is None
+        del other.mask
+        assert not hasattr(one, "mask")
+    with pytest.raises(AttributeError, match="mask"):
+        del master.mask
 
 
 @masters
@@ -617,6 +621,21 @@ def test_hooks_on_what_an_optimizer_steps_run(level):
         handle.remove()
     training.block(*ONE)
     assert training.grads() == [4.5, 6.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("side", ["model", "groups"])
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.filterwarnings("ignore:A hook on a 16-bit parameter")
+def test_a_hook_that_returns_fp32_is_told_the_cast(level, side):
+    training = Training(level)
+    param = training.side(side)[0]
+    handle = param.register_hook(lambda grad: grad * torch.ones(1))
+    with pytest.raises(RuntimeError, match=r"changed the type(.|\n)*\(grad \* mask\)\.to\(grad"):
+        training.block(*ONE)
+    handle.remove()
+    param.register_hook(lambda grad: (grad * torch.zeros(1)).to(grad.dtype))
+    training.block(*ONE)
+    assert training.grads()[0] == 0.0
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5 scaled"])

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.func import functional_call, grad, jacrev, stack_module_state, vmap
 
 from apex import amp
-from tests.model.cases import CASTS_DOWN, EPS
+from tests.model.cases import CASTS_DOWN, EPS, close
 from tests.support import loops
 from tests.support.reference.plain_loops import Loop
 
@@ -68,6 +68,23 @@ def test_gradients_per_sample_are_those_of_explicit_casts(level):
         expected = vmap(grad(sample_loss(by_hand(level))), per_sample)(params, x, y)
     assert got["0.weight"].shape == (3, 8, 4)
     assert loops.same(got, expected)
+
+
+def test_derivatives_of_any_depth_follow_each_other_after_a_step(level):
+    model, optimizer = loops.prepared(level)
+    loops.train(model, optimizer, 1)
+    plain = copy.deepcopy(model)
+    x = loops.batch()[0][0]
+
+    def derivatives(model):
+        once = grad(lambda x: model(x).float().square().sum())
+        twice = jacrev(once)
+        return once(x), twice(x), once(x), vmap(twice)(x[None])[0], twice(x), once(x)
+
+    got = derivatives(model)
+    with amp.disable_casts():
+        expected = derivatives(plain)
+    assert close(got, expected, eps=4 * EPS[level])
 
 
 def test_gradients_by_torch_func_leave_those_of_the_model(level):

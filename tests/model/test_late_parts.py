@@ -64,6 +64,23 @@ def test_a_head_put_on_later_trains_with_its_group_from_its_exact_values(level, 
     assert optimizer.param_groups[1]["params"][0] is model[2].weight
 
 
+@loops.every(level=loops.LEVELS_SHORT)
+def test_an_optimizer_made_for_a_new_head_casts_the_head_and_trains_it(level):
+    plain, reference = loops.plain_pair()
+    train_plain(plain, reference, 1)
+    plain[2] = new_head()
+    reference = loops.sgd(plain.parameters())
+    train_plain(plain, reference, seed=2)
+    model, optimizer = prepare(level)
+    loops.train(model, optimizer, 1)
+    model[2] = new_head()
+    optimizer = loops.sgd(model.parameters())
+    amp.initialize([], optimizer, opt_level=level, verbosity=0)
+    loops.train(model, optimizer, seed=2)
+    assert model[2].weight.dtype is dtype_of(level)
+    assert close(amp.master_params(optimizer), amp.master_params(reference), eps=4 * EPS[level])
+
+
 def narrow(model, optimizer):
     """As scripts prune channels and resize embeddings: the parameters stay."""
     optimizer.zero_grad()

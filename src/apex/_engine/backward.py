@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from apex._engine.autocast.ambient import follow_sessions
 from apex._engine.autocast.backward import BackwardAutocast
+from apex._engine.conversion import hints
 from apex._engine.masters import remove_grads
 from apex._engine.optimizer.prepared import (
     PreparedOptimizer,
@@ -344,6 +345,8 @@ class BackwardPass:
         traceback: TracebackType | None,
     ) -> None:
         """Unscales the gradients; after an exception, also here, restores the earlier ones."""
+        if isinstance(error, RuntimeError):
+            hints.explain_hook(error)
         try:
             self._until_end.close()
             self.session.observer.pass_ends(self)

@@ -19,8 +19,8 @@ Note [One gradient in one place]
     the model. So a clip, a mask, a hook or a ``zero_grad`` over either side is the same thing.
     A gradient that a pass adds to is fp32, unless it is known to be zero.
 
-    ``requires_grad`` and hooks are the model parameter's, too: what freezes a group freezes the
-    model.
+    ``requires_grad``, hooks and attributes that scripts set are the model parameter's, too: what
+    freezes a group freezes the model, and a mask that an optimizer renews is the one a layer reads.
 
     The master's own slot, which autograd and dynamo see, holds what the property shows while the
     model's gradient has 16 bits and its values are not needed in fp32: see :func:`shown`.
@@ -63,6 +63,9 @@ replaced_views: list[tuple[nn.Parameter, Tensor, Tensor]] = []
 or a step ends. A view is of a script's buffer, or a wrapper's."""
 
 
+_TENSOR_NAMES = frozenset(dir(nn.Parameter))
+"""Attributes that each parameter has of its own; others are set by scripts."""
+
 _register_hook: Callable[..., RemovableHandle] = nn.Parameter.register_hook
 _register_final_hook: Callable[..., RemovableHandle] = (
     nn.Parameter.register_post_accumulate_grad_hook
@@ -89,11 +92,25 @@ class Master(nn.Parameter):
     """The model's parameter; :class:`MasterPair` sets it."""
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute that a script has set on the model's parameter."""
+        """Returns an attribute that a script has set on either side."""
         attributes = vars(self._apex_model)
         if name in attributes:
             return attributes[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute; one of a script on the model's parameter, where its layers read it."""
+        if _is_of_script(name):
+            setattr(self._apex_model, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Deletes it where it is."""
+        if _is_of_script(name):
+            delattr(self._apex_model, name)
+        else:
+            super().__delattr__(name)
 
     @property
     @untraced
@@ -203,6 +220,10 @@ class Master(nn.Parameter):
 
 
 parameters.allow_foreach(Master)
+
+
+def _is_of_script(attribute: str) -> bool:
+    return attribute not in _TENSOR_NAMES and not attribute.startswith("_apex_")
 
 
 def pair_of_master(tensor: Tensor) -> MasterPair | None:

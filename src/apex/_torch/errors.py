@@ -11,6 +11,7 @@ _MIXED_INPUTS = re.compile(  # oneDNN says it of a state in another dtype
 )
 _NOT_FLOATING = re.compile(r"\b(char|short|int|long|bool|byte)\b|Complex", re.IGNORECASE)
 _NO_ROOM = re.compile("value cannot be converted to type .*(Half|BFloat16) without overflow")
+_HOOK = re.compile(r"changed the type of value \(was [\w.]*(Half|BFloat16)")
 _NO_KERNEL = re.compile(
     "not implemented for '(Half|BFloat16)'|[Ll]ow precision dtypes not supported"
     "|Unsupported dtype (Half|BFloat16)|tensors?(,? but got|( of type)?:) (Half|BFloat16)"
@@ -21,6 +22,11 @@ _NO_KERNEL = re.compile(
 def mixes_dtypes(error: RuntimeError) -> bool:
     """Returns whether an operator failed because its inputs have different dtypes."""
     return _MIXED_INPUTS.search(str(error)) is not None
+
+
+def is_of_16_bit_hook(error: RuntimeError) -> bool:
+    """Returns whether a hook on a 16-bit tensor returned a gradient of another dtype."""
+    return _HOOK.search(str(error)) is not None
 
 
 def fault_of_16_bits(error: RuntimeError) -> Literal["mixed", "no room", "no kernel"] | None:

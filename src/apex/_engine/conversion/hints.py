@@ -17,7 +17,7 @@ _HOLDS = (
     "- a module added later: call optimizer.add_param_group({{'params': module.parameters()}}), "
     "which casts it, and creates fp32 masters where the level has them; for inference, "
     "module.to({dtype})\n"
-    "- a value that you assign or pass: use value.to(param.dtype)"
+    "- a value or a parameter that you assign or pass: use value.to(param.dtype)"
 )
 _COMPUTES = (
     _PREPARED + "{model} to compute in 16 bits. It casts only the arguments of forward(). "
@@ -43,6 +43,16 @@ _NO_ROOM = (
     "amp.register_float_function(type(module), 'forward') before amp.initialize; at O2, O3 and O5, "
     "amp.initialize(..., fp32_modules=[type(module)]), for a part of the model"
 )
+_HOOK = (
+    "A hook on a 16-bit parameter or activation gets a 16-bit gradient, and must return one: "
+    "(grad * mask).to(grad.dtype)"
+)
+
+
+def explain_hook(error: RuntimeError) -> None:
+    """Adds the fix to the text of an error that a hook on a 16-bit tensor has caused."""
+    if errors.is_of_16_bit_hook(error):
+        error.args = (f"{error}\n{_HOOK}",)
 
 
 def explain(model: nn.Module, plan: ModelPlan, policy: Policy, error: RuntimeError) -> None:

@@ -17,6 +17,7 @@ from apex._core.samples import sample
 from apex._engine.masters import MasterPair
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._torch import dtensor
+from apex._torch.autograd import is_transformed
 from apex._torch.copies import capturing
 from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.parameters import without_overrides
@@ -74,8 +75,8 @@ class WeightWatch:
         Only of weights without a counted write, which the step copies to its master whole, and not
         of those that have moved, or whose masters have.
         """
-        if capturing(self._device):
-            return {}
+        if capturing(self._device) or is_transformed():
+            return {}  # what a transform of torch.func computes is used in its call alone
         distances: dict[MasterPair, Tensor] = {}
         with without_overrides():
             for pair in self._pairs:

@@ -85,8 +85,9 @@ class Mistake(enum.Enum):
     SCALED_HOOK = (
         "A hook on a 16-bit parameter runs in the backward pass of amp.scale_loss, where gradients "
         "are still multiplied by the loss scale (65536 by default), and a gradient that it keeps "
-        "elsewhere stays so. A mask or a factor works. Anything that depends on the size of the "
-        "gradient, or keeps it, belongs after the block, where param.grad is unscaled and fp32:\n"
+        "elsewhere stays so. A 16-bit mask or a factor works. Anything that depends on the size of "
+        "the gradient, or keeps it, belongs after the block, where param.grad is unscaled and "
+        "fp32:\n"
         f"{BLOCK}    for param in model.parameters():\n        use(param.grad)"
     )
     FAILED_AFTER_DELAYED = (
