@@ -190,6 +190,29 @@ def test_a_pass_that_fails_keeps_the_gradients_from_before(on_two_ranks, level, 
             assert loops.same(left, earlier)
 
 
+def failing_block(loss, optimizer):
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+        raise ZeroDivisionError
+
+
+def fail_in_the_first_block(rank, level):
+    parallel, optimizer = cases.wrapped(level, seed=0)
+    loss = loops.loss_of(parallel, *cases.rank_batch(rank, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ZeroDivisionError):
+            failing_block(loss, optimizer)
+    left = [param.grad for param in parallel.parameters()]
+    return left if level == "O2" else [None]  # without a scale, they stay
+
+
+@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
+def test_a_first_block_that_fails_is_not_taken_for_one_that_accumulates(on_two_ranks, level):
+    for left in on_two_ranks(fail_in_the_first_block, level):
+        assert set(left) == {None}
+
+
 def checkpointed(self, x):
     return torch.utils.checkpoint.checkpoint(self.body, x.requires_grad_(), use_reentrant=True)
 

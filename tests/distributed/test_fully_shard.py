@@ -132,8 +132,8 @@ def test_arguments_and_outputs_of_every_root_are_fsdp2_s_own_at_o0(on_two_ranks,
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 def test_sharding_after_initialize_is_refused_before_the_first_step(on_two_ranks, level):
     for errors in on_two_ranks(shard_late, level):
-        assert len(errors) == 4
-        assert all("Call fully_shard first" in told for told in errors)
+        assert len(errors) == 5
+        assert all("Call it first" in told for told in errors)
 
 
 def shard_late(rank, level):
@@ -147,7 +147,11 @@ def shard_late(rank, level):
             with pytest.raises(RuntimeError) as raised:
                 loops.train_step(model, optimizer, *rank_batch(rank, 0))
             errors.append(str(raised.value))
-    return errors
+    model, optimizer = loops.prepared(level, model=Stem())
+    parallelize_module(model.block, mesh(2), ColwiseParallel())
+    with pytest.raises(RuntimeError) as raised:
+        loops.train_step(model, optimizer, *rank_batch(rank, 0))
+    return [*errors, str(raised.value)]
 
 
 def flatten_late(rank, level, keeps_params):

@@ -54,6 +54,22 @@ def test_a_model_whose_output_hides_its_tensors_accumulates_as_any(on_two_ranks,
     assert loops.same(cases.alike(on_two_ranks(accumulate_hidden, level, True)), expected)
 
 
+def accumulate_scaled_outputs(rank, level, ignored):
+    """A model whose root owns a parameter. Names that DDP ignores would call it ``.own``."""
+    model = loops.Body(lambda self, x: self.own * self.net(x), net=cases.net(0))
+    model.own = nn.Parameter(torch.ones(2))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    model, optimizer = cases.initialized(level, model)
+    return accumulate(rank, DistributedDataParallel(model), optimizer, model)
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_an_ignored_name_that_torch_sends_accumulates_as_any(on_two_ranks, level):
+    expected = cases.alike(on_two_ranks(accumulate_scaled_outputs, level, []))
+    got = cases.alike(on_two_ranks(accumulate_scaled_outputs, level, ["own"]))
+    assert loops.same(got, expected)
+
+
 # -- compiled --------------------------------------------------------------------------------
 
 COMPILED = {

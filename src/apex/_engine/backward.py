@@ -230,7 +230,8 @@ class BackwardPass:
             if isinstance(earlier, BackwardPass):
                 self._earlier[prepared] = earlier
         for group in (own, lenders):
-            if any(map(self._is_left, group)):
+            has_grads = any(map(PreparedOptimizer.has_grads, group))
+            if has_grads and any(map(self._is_left, group)):
                 self._adding += group
         self._scale_left()
         for prepared in own:

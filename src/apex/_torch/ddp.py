@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,6 +28,17 @@ def active_wrapper() -> DistributedDataParallel | None:
 def sends(wrapper: DistributedDataParallel) -> bool:
     """Returns whether the wrapper sends the gradients of a forward pass that begins now."""
     return bool(wrapper.require_backward_grad_sync or wrapper.__dict__.get(SENDS_LATER))
+
+
+def sent_params(wrapper: DistributedDataParallel) -> Iterator[nn.Parameter]:
+    """Yields the parameters whose gradients a wrapper averages, if they require one.
+
+    torch compares ``parameters_to_ignore`` with names that it joins by a dot: ``.own`` in the root.
+    """
+    for prefix, module in wrapper.module.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if f"{prefix}.{name}" not in wrapper.parameters_to_ignore:
+                yield param
 
 
 def live_wrappers() -> list[DistributedDataParallel]:

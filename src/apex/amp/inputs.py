@@ -134,7 +134,7 @@ def check_optimizers(
         raise ValueError(
             f"amp.initialize got an optimizer ({type(optimizers[0]).__name__}) that holds no "
             "parameter of the given models. Pass the model that it trains, and create the "
-            "optimizer after moving the model to its device."
+            "optimizer after moving or sharding the model."
         )
 
 

@@ -12,7 +12,7 @@ from torch.nn import parallel
 from apex import _unavailable
 from apex._core import arguments
 from apex._core.flat import flatten, unflatten
-from apex._torch.ddp import SENDS_LATER
+from apex._torch.ddp import SENDS_LATER, sent_params
 from apex.parallel.delayed_reduction import DelayedReduction
 from apex.parallel.flat_calls import (
     Reducer,
@@ -154,11 +154,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         )
 
     def _reduced_params(self) -> list[nn.Parameter]:
-        params = []
-        for name, param in self.module.named_parameters():
-            if param.requires_grad and name not in self.parameters_to_ignore:
-                params.append(param)
-        return params
+        return [param for param in sent_params(self) if param.requires_grad]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module."""

@@ -103,7 +103,8 @@ def _fault(tensor: Tensor, planned: torch.dtype, plan: ModelPlan) -> str | None:
             "a DTensor (fully_shard, tensor parallel), which amp does not cast. For 16 bits, "
             f"fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype={low})) casts, and "
             "keeps fp32 shards for amp.initialize(..., opt_level='O0'); with fp16, add "
-            "loss_scale='dynamic'. Shard an fp32 model: model.float() before fully_shard."
+            "loss_scale='dynamic'. Shard an fp32 model: model.float() before fully_shard. After "
+            "parallelize_module alone, use opt_level='O1' or 'O4'."
         )
     was_cast = master_table.pair_of(tensor) is not None or tensor in master_table.exact
     if is_cast and was_cast and dtypes.is_low_precision(tensor):

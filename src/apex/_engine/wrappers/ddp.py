@@ -110,9 +110,7 @@ class DDPWrappers:
         state.mark_forward(wrapper, watched=watched)
 
     def _add(self, wrapper: DistributedDataParallel) -> _WrapperState:
-        ignored = wrapper.parameters_to_ignore
-        named = wrapper.module.named_parameters()
-        sent = {id(param) for name, param in named if name not in ignored}
+        sent = {*map(id, ddp.sent_params(wrapper))}
         state = _WrapperState(weakref.ref(wrapper, self._forget), sent)
         self.states.append(state)
         return state

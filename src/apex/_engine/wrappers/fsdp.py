@@ -8,20 +8,27 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from apex._torch import fsdp
+from apex._torch import dtensor, fsdp
+from apex._torch.modules import params_in
 
 groups = weakref.WeakSet[Any]()
 """The groups of parameters in prepared models that are gathered together."""
 
+_whole = weakref.WeakSet[nn.Module]()
+"""The prepared models that had no DTensor at ``initialize``."""
+
 
 def add(model: nn.Module) -> None:
-    """Adds the groups of a prepared model."""
+    """Adds a prepared model."""
     groups.update(fsdp.param_groups(model))
+    if not dtensor.any_dtensor(params_in(model)):
+        _whole.add(model)
 
 
 def drop(model: nn.Module) -> None:
-    """Forgets the groups of a model that becomes plain."""
+    """Forgets a model that becomes plain."""
     groups.difference_update(fsdp.param_groups(model))
+    _whole.discard(model)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -54,11 +61,11 @@ def check(models: Iterable[nn.Module], *, drifts: bool) -> None:
                 "Use opt_level='O4', or fully_shard(model) from torch.distributed.fsdp before "
                 "the optimizer and amp.initialize."
             )
-        for group in fsdp.param_groups(model):
-            if group not in groups:
-                raise RuntimeError(
-                    "fully_shard was called after amp.initialize. It replaces the model's "
-                    "parameters, so the optimizer holds those from before and trains nothing. Call "
-                    "fully_shard first, then create the optimizer, and call amp.initialize last, "
-                    "at O1, O4, or O0 with a MixedPrecisionPolicy."
-                )
+        is_late = not groups.issuperset(fsdp.param_groups(model))
+        if is_late or (model in _whole and dtensor.any_dtensor(params_in(model))):
+            raise RuntimeError(
+                "fully_shard or parallelize_module was called after amp.initialize. It replaces "
+                "the model's parameters, so the optimizer holds those from before and does not "
+                "train them. Call it first, then create the optimizer, and call amp.initialize "
+                "last, at O1, O4, or O0 (with a MixedPrecisionPolicy for fully_shard)."
+            )
