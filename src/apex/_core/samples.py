@@ -10,10 +10,11 @@ _ELEMENTS = 2**12
 def sample(tensor: Tensor, turn: int = 0) -> Tensor:
     """Returns a view of at most 4096 elements of a strided tensor.
 
-    Leaves out columns first, then rows: scripts write whole rows. ``turn`` selects others.
+    Leaves out columns first, then rows: scripts write whole rows. ``turn`` selects others. Strides
+    are odd, as what repeats in a tensor mostly does so after an even number of rows.
     """
     for dim in reversed(range(tensor.dim())):
-        wanted = -(-tensor.numel() // _ELEMENTS)
+        wanted = -(-tensor.numel() // _ELEMENTS) | 1
         stride = min(wanted, tensor.shape[dim])
         if stride > 1:
             start = turn % stride
