@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import apex
@@ -591,6 +592,46 @@ def test_attributes_that_a_script_sets_are_the_same_on_both_sides(level):
         assert not hasattr(one, "mask")
     with pytest.raises(AttributeError, match="mask"):
         del master.mask
+
+
+class Unit(nn.Parameter):
+    """Rows of norm 1, as a parameter on a manifold, whose class takes another argument."""
+
+    def __new__(cls, data, *, dim):
+        param = super().__new__(cls, data)
+        param.dim_of_norm = dim
+        return param
+
+    @torch.no_grad()
+    def project(self):
+        self.div_(self.norm(dim=self.dim_of_norm, keepdim=True))
+
+
+class ProjectedSGD(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            if isinstance(param, Unit):
+                param.project()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_are_of_the_class_of_their_parameters_too(level):
+    def unprepared():
+        model = loops.net()
+        model[0].weight = Unit(F.normalize(model[0].weight.detach()), dim=-1)
+        return model, ProjectedSGD(model.parameters(), lr=0.1)
+
+    plain, reference = unprepared()
+    model, optimizer = amp.initialize(*unprepared(), opt_level=level, loss_scale=1.0, verbosity=0)
+    for x, y in loops.batches(3):
+        loops.plain_step(plain, reference, x, y)
+        loops.train_step(model, optimizer, x, y)
+    master = optimizer.param_groups[0]["params"][0]
+    torch.testing.assert_close(master.norm(dim=-1), torch.ones(8))
+    torch.testing.assert_close(master.detach(), plain[0].weight.detach(), rtol=0.0, atol=0.01)
+    amp.restore(model, optimizer)
+    assert type(optimizer.param_groups[0]["params"][0]) is Unit
 
 
 @masters

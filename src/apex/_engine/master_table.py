@@ -23,6 +23,7 @@ from apex._engine.masters import (
     make_master,
     mark_exact,
     mark_synced,
+    master_class_of,
     update_masters_from_model,
     update_model_from_masters,
 )
@@ -63,7 +64,7 @@ def create(param: nn.Parameter, value: Tensor | None = None) -> MasterPair:
     if pair is None:
         if value is None or value.dtype is param.dtype:
             value = rounding.exact_value(param, exact.get(param))
-        master = make_master(value, Master)
+        master = make_master(value, master_class_of(type(param)))
         is_master = isinstance(master, Master)
         if not is_master and is_readable(param):  # a fake tensor is never trained
             raise TypeError(

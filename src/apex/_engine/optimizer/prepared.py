@@ -17,7 +17,7 @@ from apex._core import dtypes
 from apex._core.param_groups import exchange, is_trained, move_state, params_of
 from apex._engine import master_table, masters
 from apex._engine.autocast import ambient
-from apex._engine.masters import Master, MasterPair
+from apex._engine.masters import MasterPair
 from apex._engine.optimizer import block_step
 from apex._engine.optimizer.block_step import BlockStep, skips_in_kernel
 from apex._engine.passes import prepare_grads, return_views
@@ -124,7 +124,7 @@ class PreparedOptimizer:
     def trained_params(self) -> list[nn.Parameter]:
         """Returns the models' parameters that the optimizer trains, with or without a master."""
         params = params_of(self._optimizer())
-        return [param._apex_model if type(param) is Master else param for param in params]
+        return [getattr(param, "_apex_model", param) for param in params]
 
     @untraced
     def create_missing_masters(self) -> bool:
@@ -139,10 +139,9 @@ class PreparedOptimizer:
         pairs: list[MasterPair] = []
         with without_overrides():
             for param in params_of(self._optimizer()):
-                if type(param) is Master:
-                    pair = param._apex_pair()
-                    if pair is not None:
-                        pairs.append(pair)
+                known = masters.pair_of_master(param)
+                if known is not None:
+                    pairs.append(known)
                     continue
                 is_used = is_trained(param) or param in self.optimizer.state
                 if is_used and dtypes.is_low_precision(param):

@@ -376,9 +376,10 @@ def _stepped() -> set[int]:
 def _lost(exact: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the largest positive whole number that ``dtype`` rounds, or 0.0, as [1].
 
-    Searches a sample of the rows. The last dimension indexes columns; a single row counts as one column. Measured values are also
-    rounded, and seldom whole. So at least half of the rounded values of a column must be whole
-    numbers. Negative values do not count, because masks contain them, such as -10000.
+    Searches a sample of the rows. The last dimension indexes columns; a single row counts as one
+    column. Measured values are also rounded, and seldom whole. So at least half of the rounded
+    values of a column must be whole numbers. Negative values do not count, because masks contain
+    them, such as -10000.
     """
     columns = exact.reshape(-1, exact.shape[-1] if exact.dim() else 1)
     if columns.shape[0] == 1:
