@@ -245,6 +245,19 @@ def test_the_deep_copy_of_a_wrapper_is_a_wrapper_of_the_plain_optimizer(level, w
 
 
 @pytest.mark.parametrize("level", loops.LEVELS_SHORT)
+def test_a_shallow_copy_of_an_optimizer_is_plain_and_shares_groups_and_state(level):
+    model, optimizer = pair_trained(level)
+    copied = copy.copy(optimizer)
+    assert type(copied) is torch.optim.Adam
+    assert copied.param_groups is optimizer.param_groups
+    assert copied.state is optimizer.state
+    copied.param_groups[0]["lr"] = 0.0
+    before = loops.masters(optimizer)
+    step(model, optimizer, loops.batch()[0])
+    assert loops.same(loops.masters(optimizer), before)
+
+
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_an_optimizer_alone_is_plain_and_its_state_loads_back(level, way):
     model, optimizer = pair_trained(level)
     plain = way(optimizer)

@@ -2,6 +2,7 @@
 
 import abc
 from collections import deque
+from typing import NamedTuple
 from unittest.mock import MagicMock
 
 import pytest
@@ -26,6 +27,11 @@ class Holder(nn.Module):
     """A module of the optimizer's own package."""
 
 
+class Order(NamedTuple):
+    first: nn.Parameter
+    before: list[nn.Parameter]
+
+
 class Tables(torch.optim.SGD):
     """Reads its options from tables that it made before ``amp.initialize``."""
 
@@ -33,7 +39,7 @@ class Tables(torch.optim.SGD):
         params = [*params]
         super().__init__(params, lr=0.1)
         self.excluded = {id(params[0])}
-        self.order = (params[1], [params[0]])
+        self.order = Order(params[1], [params[0]])
         self.queue = deque(params)
         self.options = Options(params)
         self.part = torch.optim.SGD(params, lr=0.1)
@@ -45,7 +51,7 @@ class Tables(torch.optim.SGD):
     def step(self, closure=None):
         for param in self.queue:
             param.grad *= self.options.by_id[id(param)] * (id(param) not in self.excluded)
-        assert self.order[1][0] is self.part.param_groups[0]["params"][0] is self.queue[0]
+        assert self.order.before[0] is self.part.param_groups[0]["params"][0] is self.queue[0]
         assert getattr(*self.named[0][:2]) is self.unnamed[1] is self.queue[0]
         assert self.unnamed[0] is self.holder
         self.state["steps"] = self.state.get("steps", 0) + 1

@@ -78,9 +78,10 @@ class _Exchange:
             return self._new.get(id(value), value)
         if type(value) is int:
             return id(self._new[value]) if value in self._new else value
-        if type(value) is tuple:
+        if isinstance(value, tuple):
             items = tuple(self._named_in(item, value) for item in value)
-            return value if _are_same(items, value) else items
+            make = getattr(value, "_make", tuple)  # that of a named tuple
+            return value if _are_same(items, value) else make(items)
         if id(value) in self._seen:
             return value
         self._seen.add(id(value))

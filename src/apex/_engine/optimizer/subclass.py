@@ -6,8 +6,8 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
@@ -139,6 +139,11 @@ class AmpOptimizer(Optimizer):
         if self._apex_prepared.create_missing_masters():
             super().load_state_dict(*args, **kwargs)
 
+    def __copy__(self) -> Optimizer:
+        """Returns a plain optimizer that shares the groups and their state, as torch's copies."""
+        with _shown_plain(self):
+            return copy.copy(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Returns a plain optimizer, or a copy of the wrapper; see Note [Plain copies]."""
         copied_object = object_of(sys._getframe(1), self)
@@ -235,14 +240,21 @@ def unprepare_class(optimizer: Optimizer) -> None:
 
 def _plain_copy(optimizer: AmpOptimizer, memo: dict[int, Any]) -> Optimizer:
     """Returns a copy of the optimizer's own class, with state in the dtypes of its parameters."""
+    old_dtypes = dtypes_of([optimizer])
+    with _shown_plain(optimizer):
+        copied: Optimizer = copy.deepcopy(optimizer, memo)
+    match_states([copied], old_dtypes)
+    return copied
+
+
+@contextmanager
+def _shown_plain(optimizer: AmpOptimizer) -> Iterator[None]:
+    """A block in which an optimizer is of its own class, without amp's state."""
     prepared = vars(optimizer).pop(PREPARED)
     generated = type(optimizer)
-    old_dtypes = dtypes_of([optimizer])
     swap_class(optimizer, plain_class(generated))
     try:
-        copied: Optimizer = copy.deepcopy(optimizer, memo)
+        yield
     finally:
         swap_class(optimizer, generated)
         vars(optimizer)[PREPARED] = prepared
-    match_states([copied], old_dtypes)
-    return copied

@@ -115,7 +115,8 @@ class Mistake(enum.Enum):
         + BLOCK
         + "    optimizer.step()\nIf you did call backward(), its loss does not depend on the "
         "optimizer's parameters: it is another model's, or the model has new parameters since. "
-        "Create the optimizer after all that replaces parameters."
+        "Create the optimizer after all that replaces parameters. To backward(inputs=...), pass "
+        "those of model.parameters()."
     )
     UNPREPARED_OPTIMIZER = (
         "An optimizer that amp has not prepared steps 16-bit weights of the model itself, not "
