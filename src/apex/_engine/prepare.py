@@ -52,7 +52,10 @@ def prepare(
         casts.make_masters(session, model, before, optimizers)
         if not _has_forward(model):  # no hook of its output will run
             hook_pairs(state.pairs)
+    held = tensor_ids(models)
     for optimizer in optimizers:
+        others = [param for param in params_of(optimizer) if id(param) not in held]
+        casts.convert_late(optimizer, others)  # heads of models that earlier calls have prepared
         prepare_optimizer(session, optimizer, undo)
     undo.callback(session.close)
     begin(session, _used_by_script(models, optimizers))

@@ -206,7 +206,6 @@ def prepared_state(optimizer: Optimizer) -> PreparedOptimizer | None:
 def prepare_optimizer(session: Session, optimizer: Optimizer, undo: ExitStack) -> None:
     """Prepares one more optimizer of a session; ``undo`` receives the inverse."""
     prepared = PreparedOptimizer(session, optimizer)
-    convert_late(optimizer, prepared.params())
     prepared.create_missing_masters()
     live_optimizers.add(prepared)
     undo.callback(prepared.close)
