@@ -25,7 +25,7 @@ class Mutant(NamedTuple):
 
 MUTANTS = [Mutant(*row) for row in [
     ("masters from rounded weights", "_engine/master_table.py",
-     "make_master(value, Master)", "make_master(param, Master)"),
+     "make_master(value, master_class", "make_master(param, master_class"),
     ("gradients rounded before unscaling", "_engine/masters.py",
      "            _replace_grad(model, grad, wide)\n",
      "            _replace_grad(model, grad, wide.to(torch.bfloat16).float())\n"),
