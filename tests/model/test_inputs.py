@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from apex import amp
 from tests.model.nets import LOW, Echo, converted
 from tests.support.features import TORCH_VERSION
-from tests.support.loops import descend, every, messages, prepared
+from tests.support.loops import Body, descend, every, messages, net, prepared
 
 Point = namedtuple("Point", "x y")
 
@@ -425,6 +425,31 @@ def test_casts_never_write_into_what_they_were_given(level):
         seen = items(model.seen[0][0])["x"]
         assert seen.dtype is (LOW if level == "O5" else torch.float16)
         assert items(given)["x"] is x
+
+
+class Noise(torch.Tensor):
+    """Has a ``to`` that needs an attribute, which slices and results lack, as BigGAN's."""
+
+    def to(self, *args, **kwargs):
+        moved = super().to(*args, **kwargs)
+        moved.kind = self.kind
+        return moved
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_tensors_of_a_subclass_keep_their_attributes_and_need_none(level):
+    def forward(self, x, kinds):
+        kinds.append(getattr(x, "kind", None))
+        return self.net(x)
+
+    model = amp.initialize(Body(forward, net=net()), opt_level=level, verbosity=0)
+    noise = torch.ones(3, 4).as_subclass(Noise)
+    noise.kind = "normal"
+    kinds = []
+    outputs = model(noise, kinds), model(noise[:2], kinds)
+    assert kinds == ["normal", None]
+    assert [type(output) for output in outputs] == [Noise, Noise]
+    assert torch.equal(outputs[0][:2], outputs[1])
 
 
 def test_tuples_keep_their_attributes():

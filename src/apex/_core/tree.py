@@ -85,7 +85,13 @@ def cast(leaf: T, dtype: torch.dtype) -> T:
         return _converted(leaf, dtype)  # type: ignore[no-any-return]
     if leaf.dtype is dtype or leaf.dtype not in CASTABLE:
         return leaf
-    return leaf.to(dtype)  # type: ignore[return-value]
+    if type(leaf) is Tensor:
+        return leaf.to(dtype)  # type: ignore[return-value]
+    # The ``to`` of a subclass may need attributes, which results of operators lack.
+    result: Any = Tensor.to(leaf, dtype)
+    for name, value in vars(leaf).items():
+        vars(result).setdefault(name, value)
+    return result  # type: ignore[no-any-return]
 
 
 def cast_tensors(obj: T, dtype: torch.dtype) -> T:

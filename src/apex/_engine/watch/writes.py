@@ -381,6 +381,7 @@ def _lost(exact: Tensor, dtype: torch.dtype) -> Tensor:
     values of a column must be whole numbers. Negative values do not count, because masks contain
     them, such as -10000.
     """
+    exact = exact.as_subclass(Tensor)  # whose class may override what follows
     columns = exact.reshape(-1, exact.shape[-1] if exact.dim() else 1)
     if columns.shape[0] == 1:
         columns = columns.T
