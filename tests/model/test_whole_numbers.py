@@ -81,6 +81,17 @@ def test_of_a_large_argument_only_a_sample_is_searched(trains):
     assert sum(size for size in allocated if size > 0) < 2.5 * 2**20
 
 
+def test_many_tensors_are_searched_in_the_first_passes_only():
+    model = amp.initialize(Takes(4, 4), opt_level="O5", verbosity=0)
+    boxes = [torch.rand(4) for _ in range(600)]
+    searched = []
+    for _ in range(3):
+        with torch.autograd.profiler.profile() as record:
+            model(torch.zeros(2, 4), boxes)
+        searched.append("aten::where" in {event.name for event in record.function_events})
+    assert searched == [True, True, False]
+
+
 def test_named_arguments_are_named(caplog):
     (line,) = said(caplog, when=STEPS)
     assert "such as 987" in line

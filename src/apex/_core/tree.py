@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from apex._core.dtypes import CASTABLE
@@ -67,12 +68,13 @@ def before_backward(output: object, hook: Callable[[Any], None]) -> bool:
 
     Returns whether there is a tensor that one can reach.
     """
-    found = False
+    nodes: dict[Node, None] = {}  # each once: thousands of tensors may come from one
     for tensor in tensors(output):
         if tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(hook)
-            found = True
-    return found
+            nodes[tensor.grad_fn] = None
+    for node in nodes:
+        node.register_prehook(hook)
+    return bool(nodes)
 
 
 def cast(leaf: T, dtype: torch.dtype) -> T:
@@ -179,6 +181,9 @@ class _FloatingOnly(TorchFunctionMode):
 _CASTS = frozenset({Tensor.to, Tensor.type, Tensor.half, Tensor.bfloat16})
 
 
+_PLAIN = frozenset([int, float, bool, str, bytes, type(None)])
+"""Types whose objects hold no tensor; scripts pass thousands of them."""
+
 _SAME: Any = object()
 """Stands for no change: dynamo cannot trace a comparison of containers."""
 
@@ -191,7 +196,7 @@ def _replacement(fn: LeafFunction, obj: Any, outer: tuple[Any, ...] = ()) -> Any
         obj: The object.
         outer: Containers and dataclasses that hold it, to which it may refer back.
     """
-    if isinstance(obj, (nn.Module, type)):
+    if type(obj) in _PLAIN or isinstance(obj, (nn.Module, type)):
         return _SAME
     # An object's own ``to`` takes precedence over its base type: a packed sequence is a named
     # tuple. Not that of a dict, such as a tokenizer's batch, which may take devices alone. Looked

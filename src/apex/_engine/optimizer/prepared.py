@@ -601,7 +601,7 @@ def reachable(
             if fsdp.groups and fsdp.is_sharded(model):
                 continue  # FSDP2 gathers parameters for a pass, and reduces their gradients itself
             for param in params_in(model):
-                if id(param) not in stepped:
+                if id(param) not in stepped and is_trained(param):
                     unowned[id(param)] = param
     return lenders, [*unowned.values()]
 

@@ -49,6 +49,9 @@ A model that writes to its buffers in training does so from the first passes.
 _COMPARISONS = 2**12
 """Budget of comparisons of samples, which take some 30 us each."""
 
+_SEARCHES = 2**10
+"""Budget of tensors in arguments that are searched for whole numbers, some 70 us each."""
+
 
 @suspend_modes()  # a trace would list these operators as the model's
 def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -132,6 +135,8 @@ class Writes:
         self._told = set[str]()
         # By the argument's name: a whole number that 16 bits do not hold.
         self._whole_numbers = Readback[str | int]()
+        # What is left of the budget of tensors that are searched for them.
+        self._searches_left = _SEARCHES
         # Arguments on a device are searched in one pass only: a search takes some 20 launches.
         self._searched = set[str | int]()
 
@@ -297,7 +302,8 @@ class Writes:
                 is_written = True
             if name in self._searched and not exact.is_cpu:
                 continue
-            if is_readable(exact):
+            if self._searches_left > 0 and is_readable(exact):
+                self._searches_left -= 1
                 # Empty ones have no values to search.
                 with contextlib.suppress(RuntimeError, IndexError):
                     self._whole_numbers.send(name, _lost(exact, copy.dtype))
