@@ -230,8 +230,8 @@ class BackwardPass:
             if isinstance(earlier, BackwardPass):
                 self._earlier[prepared] = earlier
         for group in (own, lenders):
-            has_grads = any(map(PreparedOptimizer.has_grads, group))
-            if has_grads and any(map(self._is_left, group)):
+            is_left = any(map(self._is_left, group))
+            if is_left and any(map(PreparedOptimizer.has_grads, group)):
                 self._adding += group
         self._scale_left()
         for prepared in own:

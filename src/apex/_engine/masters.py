@@ -35,7 +35,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -239,8 +239,7 @@ def _is_of_script(attribute: str) -> bool:
 
 def pair_of_master(tensor: Tensor) -> MasterPair | None:
     """Returns the pair of a master; ``None`` for other tensors."""
-    # Not isinstance, which asks Parameter's metaclass: 0.2 us for each.
-    return cast(Master, tensor)._apex_pair() if issubclass(type(tensor), Master) else None
+    return tensor._apex_pair() if isinstance(tensor, Master) else None
 
 
 class MasterState(enum.Enum):

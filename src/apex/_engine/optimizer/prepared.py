@@ -17,7 +17,7 @@ from apex._core import dtypes
 from apex._core.param_groups import exchange, is_trained, move_state, params_of
 from apex._engine import master_table, masters
 from apex._engine.autocast import ambient
-from apex._engine.masters import MasterPair
+from apex._engine.masters import Master, MasterPair
 from apex._engine.optimizer import block_step
 from apex._engine.optimizer.block_step import BlockStep, skips_in_kernel
 from apex._engine.passes import prepare_grads, return_views
@@ -137,11 +137,13 @@ class PreparedOptimizer:
             return False
         created: dict[int, nn.Parameter] = {}
         pairs: list[MasterPair] = []
+        param: Any
         with without_overrides():
             for param in params_of(self._optimizer()):
-                known = masters.pair_of_master(param)
-                if known is not None:
-                    pairs.append(known)
+                if issubclass(type(param), Master):
+                    pair = param._apex_pair()
+                    if pair is not None:
+                        pairs.append(pair)
                     continue
                 is_used = is_trained(param) or param in self.optimizer.state
                 if is_used and dtypes.is_low_precision(param):
