@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from apex._core.dtypes import CASTABLE
@@ -68,10 +67,8 @@ def before_backward(output: object, hook: Callable[[Any], None]) -> bool:
 
     Returns whether there is a tensor that one can reach.
     """
-    nodes: dict[Node, None] = {}  # each once: thousands of tensors may come from one
-    for tensor in tensors(output):
-        if tensor.grad_fn is not None:
-            nodes[tensor.grad_fn] = None
+    # Each once: thousands of tensors may come from one.
+    nodes = {tensor.grad_fn for tensor in tensors(output) if tensor.grad_fn is not None}
     for node in nodes:
         node.register_prehook(hook)
     return bool(nodes)
@@ -181,8 +178,8 @@ class _FloatingOnly(TorchFunctionMode):
 _CASTS = frozenset({Tensor.to, Tensor.type, Tensor.half, Tensor.bfloat16})
 
 
-_PLAIN = frozenset([int, float, bool, str, bytes, type(None)])
-"""Types whose objects hold no tensor; scripts pass thousands of them."""
+_PRIMITIVES = frozenset([int, float, bool, str, bytes, type(None)])
+"""Types of values that hold no tensor; scripts pass thousands of them."""
 
 _SAME: Any = object()
 """Stands for no change: dynamo cannot trace a comparison of containers."""
@@ -196,7 +193,7 @@ def _replacement(fn: LeafFunction, obj: Any, outer: tuple[Any, ...] = ()) -> Any
         obj: The object.
         outer: Containers and dataclasses that hold it, to which it may refer back.
     """
-    if type(obj) in _PLAIN or isinstance(obj, (nn.Module, type)):
+    if type(obj) in _PRIMITIVES or isinstance(obj, (nn.Module, type)):
         return _SAME
     # An object's own ``to`` takes precedence over its base type: a packed sequence is a named
     # tuple. Not that of a dict, such as a tokenizer's batch, which may take devices alone. Looked

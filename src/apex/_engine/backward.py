@@ -231,6 +231,7 @@ class BackwardPass:
                 self._earlier[prepared] = earlier
         for group in (own, lenders):
             is_left = any(map(self._is_left, group))
+            # A rank without gradients has none to put aside, so it need not agree with others.
             if is_left and any(map(PreparedOptimizer.has_grads, group)):
                 self._adding += group
         self._scale_left()

@@ -106,7 +106,7 @@ class Master(nn.Parameter):
             super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Deletes it where it is."""
+        """Deletes an attribute where :meth:`__setattr__` puts it."""
         if _is_of_script(name):
             delattr(self._apex_model, name)
         else:

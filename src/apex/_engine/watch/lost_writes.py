@@ -75,8 +75,9 @@ class WeightWatch:
         Only of weights without a counted write, which the step copies to its master whole, and not
         of those that have moved, or whose masters have.
         """
+        # torch.func wraps what is computed inside a transform, which must not outlive it.
         if capturing(self._device) or is_transformed():
-            return {}  # what a transform of torch.func computes is used in its call alone
+            return {}
         distances: dict[MasterPair, Tensor] = {}
         with without_overrides():
             for pair in self._pairs:

@@ -135,7 +135,7 @@ class Writes:
         self._told = set[str]()
         # By the argument's name: a whole number that 16 bits do not hold.
         self._whole_numbers = Readback[str | int]()
-        # What is left of the budget of tensors that are searched for them.
+        # What is left of the budget of tensors that are searched for whole numbers.
         self._searches_left = _SEARCHES
         # Arguments on a device are searched in one pass only: a search takes some 20 launches.
         self._searched = set[str | int]()
@@ -387,7 +387,7 @@ def _lost(exact: Tensor, dtype: torch.dtype) -> Tensor:
     values of a column must be whole numbers. Negative values do not count, because masks contain
     them, such as -10000.
     """
-    exact = exact.as_subclass(Tensor)  # whose class may override what follows
+    exact = exact.as_subclass(Tensor)  # its own class may override what follows
     columns = exact.reshape(-1, exact.shape[-1] if exact.dim() else 1)
     if columns.shape[0] == 1:
         columns = columns.T

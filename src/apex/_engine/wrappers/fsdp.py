@@ -14,7 +14,7 @@ from apex._torch.modules import params_in
 groups = weakref.WeakSet[Any]()
 """The groups of parameters in prepared models that are gathered together."""
 
-_whole = weakref.WeakSet[nn.Module]()
+_unsharded = weakref.WeakSet[nn.Module]()
 """The prepared models that had no DTensor at ``initialize``."""
 
 
@@ -22,13 +22,13 @@ def add(model: nn.Module) -> None:
     """Adds a prepared model."""
     groups.update(fsdp.param_groups(model))
     if not dtensor.any_dtensor(params_in(model)):
-        _whole.add(model)
+        _unsharded.add(model)
 
 
 def drop(model: nn.Module) -> None:
     """Forgets a model that becomes plain."""
     groups.difference_update(fsdp.param_groups(model))
-    _whole.discard(model)
+    _unsharded.discard(model)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -62,7 +62,7 @@ def check(models: Iterable[nn.Module], *, drifts: bool) -> None:
                 "the optimizer and amp.initialize."
             )
         is_late = not groups.issuperset(fsdp.param_groups(model))
-        if is_late or (model in _whole and dtensor.any_dtensor(params_in(model))):
+        if is_late or (model in _unsharded and dtensor.any_dtensor(params_in(model))):
             raise RuntimeError(
                 "fully_shard or parallelize_module was called after amp.initialize. It replaces "
                 "the model's parameters, so the optimizer holds those from before and does not "
