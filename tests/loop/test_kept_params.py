@@ -1,5 +1,8 @@
 """Masters for optimizers inside another, and as keys."""
 
+import copy
+import functools
+
 import pytest
 import torch
 from torch.optim import SGD, Adam, Optimizer
@@ -8,6 +11,7 @@ from apex import amp
 from tests.support import loops
 
 level = loops.at_levels(*loops.WITH_MASTERS)
+adam = functools.partial(Adam, lr=0.1)
 
 
 class Container(Optimizer):
@@ -71,6 +75,38 @@ def test_in_dicts_and_sets_a_master_is_its_parameter(level):
         assert not (master == master.detach() + 1).any()
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": params[:1]})
+
+
+def states_like(params):
+    return [
+        {
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.zeros_like(param),
+            "exp_avg_sq": torch.zeros_like(param),
+        }
+        for param in params
+    ]
+
+
+def test_state_that_a_script_puts_under_the_models_parameters_is_the_masters(level):
+    model, optimizer = loops.prepared(level, adam)
+    other = loops.prepared(level, adam)
+    params = list(model.parameters())
+    optimizer.state.update(zip(params, states_like(amp.master_params(optimizer)), strict=True))
+    copied = copy.deepcopy(optimizer)
+    assert sorted(copied.state_dict()["state"]) == list(range(len(params)))
+    assert sorted(optimizer.state_dict()["state"]) == list(range(len(params)))
+    for pair in ((model, optimizer), other):
+        loops.train_step(*pair, *loops.batch(seed=3))
+    assert loops.same(*(dict(pair[0].state_dict()) for pair in ((model, optimizer), other)))
+
+
+def test_state_like_the_models_16_bit_parameters_names_the_fix(level):
+    model, optimizer = loops.prepared(level, adam)
+    params = list(model.parameters())
+    optimizer.state.update(zip(params, states_like(params), strict=True))
+    with pytest.raises(RuntimeError, match="Make state like the parameters in optimizer.param_gr"):
+        loops.train_step(model, optimizer, *loops.batch(seed=3))
 
 
 class SlowWeights(torch.optim.SGD):

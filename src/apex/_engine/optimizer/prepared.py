@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from apex._core import dtypes
-from apex._core.param_groups import exchange, is_trained, move_state, params_of
+from apex._core import dtypes, tree
+from apex._core.param_groups import exchange, is_trained, move_state, params_of, states_in
 from apex._engine import master_table, masters
 from apex._engine.autocast import ambient
 from apex._engine.masters import Master, MasterPair
@@ -38,6 +38,12 @@ _SECOND_ORDER = (
     "the model's own parameters. An optimizer that differentiates gradients needs opt_level 'O4'."
 )
 """The fix for optimizers such as AdaHessian and Sophia."""
+
+_LOW_STATE = (
+    "optimizer.state holds 16-bit tensors, but the optimizer steps fp32 masters. Make state like "
+    "the parameters in optimizer.param_groups, or like the model's with dtype=torch.float32."
+)
+"""The fix for state that a script has made like the model's parameters."""
 
 
 class Pass(Protocol):
@@ -162,6 +168,17 @@ class PreparedOptimizer:
                     "opt_level='O4'."
                 )
         return bool(created)
+
+    def adopt_states(self) -> None:
+        """Puts state that a script has put under a model's parameter under its master."""
+        known = {id(pair.model): pair.master for pair in self.pairs}
+        if not known.keys().isdisjoint(map(id, self.optimizer.state)):
+            exchange(self.optimizer, known)
+
+    def _has_low_state(self) -> bool:
+        """Returns whether the optimizer has 16-bit state."""
+        states = [own for _, own in states_in(self.optimizer.state)]
+        return any(map(dtypes.is_low_precision, tree.tensors(states)))
 
     def _take_back_masters(self) -> None:
         """Puts the model's own parameters back into the groups, with the optimizer's state."""
@@ -368,8 +385,11 @@ class PreparedOptimizer:
             with uncast, overrides:
                 result, skipped = self._run_unless_overflow(optimizer, run)
         except RuntimeError as error:
-            if self.pairs and "been used in the graph" in str(error):
-                error.args = (f"{error}\n{_SECOND_ORDER}",)
+            text = str(error)
+            if self.pairs and "been used in the graph" in text:
+                error.args = (f"{text}\n{_SECOND_ORDER}",)
+            elif self.pairs and "dtype" in text and self._has_low_state():
+                error.args = (f"{text}\n{_LOW_STATE}",)
             raise
         finally:
             self.stepping = False

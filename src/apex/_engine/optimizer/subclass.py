@@ -130,6 +130,11 @@ class AmpOptimizer(Optimizer):
             del self.param_groups[count:]
             raise
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Returns the state, also what a script has put under a model's parameter."""
+        self._apex_prepared.adopt_states()
+        return super().state_dict(*args, **kwargs)
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Loads the state; a second time if a parameter gets its fp32 master only now.
 
@@ -239,6 +244,7 @@ def unprepare_class(optimizer: Optimizer) -> None:
 
 def _plain_copy(optimizer: AmpOptimizer, memo: dict[int, Any]) -> Optimizer:
     """Returns a copy of the optimizer's own class, with state in the dtypes of its parameters."""
+    optimizer._apex_prepared.adopt_states()
     old_dtypes = dtypes_of([optimizer])
     with _shown_plain(optimizer):
         copied: Optimizer = copy.deepcopy(optimizer, memo)
