@@ -178,8 +178,8 @@ class _FloatingOnly(TorchFunctionMode):
 _CASTS = frozenset({Tensor.to, Tensor.type, Tensor.half, Tensor.bfloat16})
 
 
-_PRIMITIVES = frozenset([int, float, bool, str, bytes, type(None)])
-"""Types of values that hold no tensor; scripts pass thousands of them."""
+_WITHOUT_TENSORS = (int, float, str, bytes, type(None), type, nn.Module)
+"""Classes of values that hold no tensor to cast; scripts pass thousands of numbers."""
 
 _SAME: Any = object()
 """Stands for no change: dynamo cannot trace a comparison of containers."""
@@ -193,7 +193,7 @@ def _replacement(fn: LeafFunction, obj: Any, outer: tuple[Any, ...] = ()) -> Any
         obj: The object.
         outer: Containers and dataclasses that hold it, to which it may refer back.
     """
-    if type(obj) in _PRIMITIVES or isinstance(obj, (nn.Module, type)):
+    if isinstance(obj, _WITHOUT_TENSORS):
         return _SAME
     # An object's own ``to`` takes precedence over its base type: a packed sequence is a named
     # tuple. Not that of a dict, such as a tokenizer's batch, which may take devices alone. Looked
