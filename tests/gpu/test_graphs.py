@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from apex import amp
-from apex.optimizers import FusedAdam
+from apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
 from benchmarks.graphs import CAPTURED, difference_of_replays
 from tests.support import loops
 
@@ -53,6 +53,64 @@ def test_an_optimizer_in_python_steps_after_replays_and_skips_overflows(level):
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert loops.same(after, loops.masters(optimizer))
+
+
+def test_gradients_zeroed_between_replays_are_those_of_the_next_one(level):
+    found = []
+    for zeroes in (False, True):
+        optimizer, graph, _ = captured_pass(level, loops.fused_adamw_of)
+        for _ in range(3):
+            if zeroes:
+                optimizer.zero_grad(set_to_none=False)
+            graph.replay()
+            optimizer.step()
+        found.append(loops.masters(optimizer))
+    assert loops.same(*found)
+
+
+def captured_iteration(level):
+    make_optimizer = functools.partial(FusedAdam, lr=1e-2, capturable=True)
+    model, optimizer, x, y = warmed_up(level, make_optimizer, loss_scale="dynamic")
+    step = functools.partial(loops.train_step, model, optimizer, x, y)
+    for _ in range(2):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return model, optimizer, graph, x
+
+
+def test_each_replay_tells_whether_it_was_skipped(level):
+    _, optimizer, graph, x = captured_iteration(level)
+    values = x.clone()
+    for overflows in (False, True, False, True):
+        x.copy_(values).mul_(torch.inf if overflows else 1.0)
+        graph.replay()
+        assert bool(amp.step_was_skipped(optimizer)) is overflows
+        assert amp.step_was_skipped(optimizer, on_host=True) is overflows
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_forward_after_replays_casts_the_weights_that_they_have_written(level):
+    model, _, graph, x = captured_iteration(level)
+    output = None
+    for _ in range(2):
+        graph.replay()
+        output = model(x)  # kept until the next one has run, with its graph
+        with torch.no_grad():
+            expected = model(x)
+        assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("make_optimizer", [FusedLAMB, FusedNovoGrad])
+def test_a_count_that_was_loaded_is_not_captured_on_the_host(make_optimizer):
+    optimizer_of = functools.partial(make_optimizer, lr=1e-2)
+    model, optimizer, x, y = warmed_up("O2", optimizer_of, loss_scale="dynamic")
+    optimizer.load_state_dict(optimizer.state_dict())
+    loops.backward(model, optimizer, x, y)
+    graph = torch.cuda.graph(torch.cuda.CUDAGraph())
+    with pytest.raises(RuntimeError, match="one step before the capture"), graph:
+        optimizer.step()
 
 
 ASKING = [

@@ -85,6 +85,9 @@ class OverflowFlag:
         self.pending: Tensor | None = None
         self._flag: Tensor | None = None
         self._host_copy: HostCopy | None = None
+        # What ``was_skipped`` holds on a device, in place, as replays of CUDA graphs write it.
+        self._skipped: Tensor | None = None
+        self._is_captured = False
 
     @property
     def device(self) -> torch.device:
@@ -111,7 +114,12 @@ class OverflowFlag:
     @untraced
     def consume(self, skipped: Tensor | bool) -> None:
         """Lowers the flag after a step; records whether it was skipped, perhaps by the flag."""
-        self.was_skipped = skipped.clone() if isinstance(skipped, Tensor) else skipped
+        self.was_skipped = skipped
+        if isinstance(skipped, Tensor):
+            if self._skipped is None or self._skipped.device != skipped.device:
+                self._skipped = torch.empty_like(skipped)
+            self.was_skipped = self._skipped.copy_(skipped)
+            self._is_captured |= capturing(skipped.device)
         self.pending = None
         self._host_copy = None
 
@@ -126,11 +134,16 @@ class OverflowFlag:
         skipped = self.was_skipped
         if isinstance(skipped, bool):
             return skipped
+        if capturing(skipped.device):  # which would repeat the copy
+            return None
         if self._host_copy is None:
             self._host_copy = HostCopy(skipped)
         if not self._host_copy.arrived:
             return None
-        return bool(self._host_copy.wait().tolist())  # sync: none, it has arrived
+        answer = bool(self._host_copy.wait().tolist())  # sync: none, it has arrived
+        if self._is_captured:  # the next replay may give another answer
+            self._host_copy = None
+        return answer
 
 
 class Scaler:

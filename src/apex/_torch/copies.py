@@ -96,7 +96,7 @@ def current_stream(device: torch.device) -> object:
     has_streams = device != _CPU and device.type in ("cuda", "xpu")
     if not (has_streams and torch.accelerator.is_available()):
         return None
-    return torch.accelerator.current_stream()
+    return torch.accelerator.current_stream(device)
 
 
 def is_readable(tensor: Tensor) -> bool:

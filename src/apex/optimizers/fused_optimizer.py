@@ -68,12 +68,7 @@ class Batch:
             RuntimeError: If a CUDA graph would capture a step count on the host.
         """
         count: Scalar = self.option("step")
-        if not isinstance(count, Tensor) and capturing(self.device):
-            raise RuntimeError(
-                "A CUDA graph captures a step whose count is on the host. Each replay would "
-                "correct the bias of the same step. Use FusedAdam(..., capturable=True) or "
-                "FusedMixedPrecisionLamb, or call optimizer.step() outside the graph."
-            )
+        _check_captured(count, self.device)
         return count
 
     def adam_rule(self, decoupled: int, **options: Any) -> AdamRule:
@@ -247,6 +242,7 @@ class FusedOptimizer(Optimizer):
             device = group["params"][0].device
             count = group.get("step", 0)
             if isinstance(count, Tensor) or skip_on(device) is not None:
+                _check_captured(count, device)
                 count = _count_on(device, count)
                 device_counts.setdefault(device, []).append(count)
             else:
@@ -384,6 +380,17 @@ def put_on_device(group: dict[str, Any]) -> None:
     device = group["params"][0].device
     group["lr"] = as_tensor(group["lr"], device).clone()
     group["step"] = _count_on(device, group.get("step", 0))
+
+
+def _check_captured(count: Scalar, device: torch.device) -> None:
+    """Raises RuntimeError if a CUDA graph captures a step whose count is on the host."""
+    if not isinstance(count, Tensor) and capturing(device):
+        raise RuntimeError(
+            "A CUDA graph captures a step whose count is on the host. Each replay would correct "
+            "the bias of the same step. Use FusedAdam(..., capturable=True) or "
+            "FusedMixedPrecisionLamb, or call optimizer.step() outside the graph. With a dynamic "
+            "loss scale, one step before the capture also puts the count on the device."
+        )
 
 
 def _count_on(device: torch.device, count: Scalar) -> Tensor:

@@ -30,7 +30,7 @@ from apex._core import tree
 from apex._core.op_casts import to_dtype
 from apex._engine.registry import live_specs
 from apex._torch.autograd import backward_id, is_recorded
-from apex._torch.copies import current_stream
+from apex._torch.copies import capturing, current_stream
 from apex._torch.dynamo import untraced
 from apex._torch.modules import modules_in
 
@@ -55,6 +55,8 @@ class SharedCasts:
         self._kept: list[Tensor] = []
         # The hook of outputs that await their backward passes, which lives as long as a graph.
         self._hook: weakref.ref[Callable[..., None]] = _NONE
+        # Whether a CUDA graph has captured a forward: its replays write weights unseen.
+        self._has_captured = False
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns a tensor in a castable dtype; an unchanged weight as it was cast before."""
@@ -87,7 +89,9 @@ class SharedCasts:
             dtype: The dtype of its casts.
             is_inside: Whether it is inside another forward pass with casts to this dtype.
         """
-        is_awaited = self._hook() is not None  # an output awaits its backward pass
+        self._has_captured |= capturing(device)
+        # Whether an output awaits its backward pass.
+        is_awaited = self._hook() is not None and not self._has_captured
         if not torch.is_grad_enabled() or backward_id() != -1 or is_recorded(device):
             if is_awaited:
                 torch.set_autocast_cache_enabled(False)  # until the forward ends

@@ -538,7 +538,11 @@ class PreparedOptimizer:
         """
         if capturing(self.params()[0].device):
             self._captured = None
-        elif not self.has_grads():
+            return
+        for param, grad in self._captured or ():
+            if param.grad is not None and masters.is_zero(param.grad):
+                param.grad = grad.detach()  # zero_grad has put another tensor in its place
+        if not self.has_grads():
             raise RuntimeError(
                 "optimizer.step() has no gradients, although a CUDA graph has captured a "
                 "scale_loss block: they were cleared after the capture, while each replay writes "

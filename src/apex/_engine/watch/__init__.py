@@ -37,8 +37,10 @@ from apex._engine.watch.writes import Writes, log_lost
 from apex._engine.wrappers.ddp import wrappers
 from apex._torch import dtensor, ranks
 from apex._torch.autograd import backward_id
+from apex._torch.copies import capturing
 from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.dynamo import is_jit_tracing, untraced
+from apex._torch.modules import params_in
 
 
 class Watch(Observer):
@@ -230,7 +232,7 @@ class Watch(Observer):
         """Watches what a forward pass of a 16-bit model loses."""
         if state.plan.casts_down:
             writes = self._writes_of(state)
-            if writes.left > 0 and not is_jit_tracing():
+            if writes.left > 0 and not (is_jit_tracing() or _captures(model)):
                 return writes.watch(model, state, forward, given, cast)
         return NOTHING
 
@@ -241,6 +243,12 @@ class Watch(Observer):
     def converted(self, model: nn.Module, before: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Logs the buffers whose order rounding loses."""
         log_lost(model, before)
+
+
+def _captures(model: nn.Module) -> bool:
+    """Returns whether a CUDA graph captures the model's forward, and would capture ours, too."""
+    params = params_in(model)
+    return bool(params) and capturing(params[0].device)
 
 
 def _averages(prepared: PreparedOptimizer) -> bool:
