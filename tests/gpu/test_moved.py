@@ -50,23 +50,27 @@ def test_masters_and_state_move_along(level, name):
             assert waits == []
 
 
-def train_with_offloads(level, offloads):
-    """Masters after three steps on a GPU; with the masters in the CPU's memory in between."""
+def train_with_offloads(level, offloads, *, in_background=False):
+    """Outputs and masters of steps on a GPU; with masters in the CPU's memory in between."""
     model = loops.net().cuda()
     model, optimizer = loops.prepared(level, model=model)
+    outputs = []
     for x, y in loops.batches(3):
         loops.train_step(model, optimizer, x.cuda(), y.cuda())
         for place in ("cpu", "cuda") if offloads else ():
             for param in optimizer.param_groups[0]["params"]:
-                param.data = param.data.to(place)
+                param.data = param.data.to(place, non_blocking=in_background)
+            torch.cuda.synchronize()
             with torch.no_grad():
-                model(x.cuda())  # generates text, as RLHF does
-    return loops.masters(optimizer)
+                outputs.append(model(x.cuda()).cpu())  # generates text, as RLHF does
+    return outputs, loops.masters(optimizer)
 
 
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
-def test_masters_may_be_offloaded_while_the_model_is_evaluated(level):
-    assert loops.same(train_with_offloads(level, True), train_with_offloads(level, False))
+@loops.every(in_background=[False, True], level=loops.WITH_MASTERS)
+def test_masters_may_be_offloaded_while_the_model_is_evaluated(level, in_background):
+    outputs, masters = train_with_offloads(level, True, in_background=in_background)
+    assert loops.same(outputs[::2], outputs[1::2])
+    assert loops.same(masters, train_with_offloads(level, False)[1])
 
 
 def step_elsewhere(level, moves):

@@ -212,6 +212,19 @@ def sam_by_hand(level, steps):
     return loops.values(masters)
 
 
+@pytest.mark.parametrize("write", ["copy_", "data"])
+def test_masters_that_a_script_steps_by_hand_start_from_the_weights_that_it_wrote(level, write):
+    model, optimizer = loops.trained(level, loss_scale=1.0)
+    clamped = [param.detach().clamp(-0.125, 0.125) for param in model.parameters()]
+    loops.backward(model, optimizer, *loops.batch())
+    loops.change(model.parameters(), clamped, write)
+    with torch.no_grad():
+        for param in optimizer.param_groups[0]["params"]:
+            step = 0.01 * param.grad
+            param.sub_(step)
+            assert (param.abs() <= 0.125 + step.abs()).all()
+
+
 @pytest.mark.parametrize("form", ["two steps", "closure"])
 def test_sharpness_aware_steps_perturb_the_model(level, form):
     model, optimizer = loops.prepared(level, sam, loss_scale=128.0)

@@ -5,12 +5,13 @@ Note [Which side is newer]
     a WGAN's clipping write to masters; ``load_state_dict`` or ``init`` write to the model.
     Autograd's version counters, compared with those recorded when the two were last in sync, show
     which was written. A written master is rounded into the model before the model is next used. A
-    written weight is copied to its master at the step, or where a script asks for masters, and only
-    in the elements that differ from the rounded master. So weights that are swapped or perturbed
-    and put back before the step leave the master bit-identical. If both were written, the master
-    wins. Data assigned to a master are rounded into the model at once. Until its first step a
-    weight counts as written: ``dist.broadcast(p.data)`` and its like write weights in a way that
-    torch does not count.
+    written weight is copied to its master at the step, or where a script asks for masters or reads
+    a master's gradient, and only in the elements that differ from the rounded master. So weights
+    that are swapped or perturbed and put back before the step leave the master bit-identical. If
+    both were written, the master wins. Data assigned to a master are rounded into the model at
+    once, unless they only move it to another device. Until its first step a weight counts as
+    written: ``dist.broadcast(p.data)`` and its like write weights in a way that torch does not
+    count.
 
 Note [One gradient in one place]
     The gradient of a master is the ``.grad`` of its model parameter: ``master.grad`` is a property
@@ -115,15 +116,22 @@ class Master(nn.Parameter):
     @property
     @untraced
     def grad(self) -> Tensor | None:
-        """The gradient of the model parameter, which becomes fp32 there."""
+        """The gradient of the model parameter, which becomes fp32 there.
+
+        Who reads it is about to step: the master takes in what was written to its weight.
+        """
         model = self._apex_model
+        pair = self._apex_pair()
+        if pair is not None and pair._master_version >= 0:  # else a step has taken them in
+            is_written = model._version != pair._model_version
+            if is_written or model.data_ptr() != pair._storage.data_ptr():
+                pair.take_in_writes()
         grad = model.grad
         if grad is None or grad.dtype is torch.float32:
             return grad
         shown = grad_of(self)
         if shown is not None:
             return shown
-        pair = self._apex_pair()
         if pair is not None:
             widen_grads([pair])
         return model.grad
@@ -186,10 +194,15 @@ class Master(nn.Parameter):
                 f"An fp32 master got data of {value.dtype}, which would lose the low bits that it "
                 "is for. Assign fp32, or write master.data.copy_(value), which converts."
             )
+        pair = self._apex_pair()
+        is_move = value.device != self.device and value.shape == self.shape
+        if pair is not None and is_move:  # first, as the copy may still be on its way
+            update_model_from_masters([pair])
         increment_version(self)
         parameters.set_data(self, value)
-        pair = self._apex_pair()
-        if pair is not None:  # an averager's write may be the last before the model is read
+        if pair is not None and is_move:
+            pair._master_version = self._version
+        elif pair is not None:  # an averager's write may be the last before the model is read
             if value.shape != pair.model.shape:
                 parameters.set_data(pair.model, value.to(pair.model.dtype))
             round_masters([pair])
@@ -307,6 +320,14 @@ class MasterPair:
     def model_writes(self) -> int:
         """The number of counted writes to the model's parameter since the last sync."""
         return self.model._version - self._model_version
+
+    def take_in_writes(self) -> None:
+        """Copies the written model parameter to the master, but leaves moves to a step.
+
+        A step moves the optimizer's state, too.
+        """
+        if self.model.device == self.master.device:
+            update_masters_from_model([self])
 
     @property
     def counts_as_synced(self) -> bool:
