@@ -117,6 +117,19 @@ def test_an_average_of_16_bit_parameters_is_rounded_or_named(level, caplog):
     assert not caplog.records
 
 
+def slerp(first, second, share):
+    return torch.lerp(first, second, share)
+
+
+def test_data_that_is_mixed_out_of_place_is_no_average(level, caplog):
+    model, _ = pair_at(level)
+    copy.deepcopy(model)
+    mixed = slerp(*loops.batch()[0][:2], 0.5)
+    assert mixed.isfinite().all()
+    assert list(model.parameters())
+    assert not caplog.records
+
+
 def test_batch_norm_is_renewed_in_a_model_whose_class_has_its_own_train(level):
     class Network(nn.Sequential):
         def train(self, mode=True):

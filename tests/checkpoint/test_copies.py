@@ -205,6 +205,31 @@ def test_parameters_that_are_deep_copied_before_their_model_are_its_own(level):
     assert [id(p) for p in stepped] == [id(p) for p in twin.parameters()]
 
 
+def taken_over(module):
+    """A module of another class with the attributes of this one."""
+    other = Doubled.__new__(Doubled)
+    other.__dict__.update(module.__dict__)
+    return other
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_module_that_takes_over_attributes_is_copied_as_itself(level, is_kept):
+    model, _ = pair_trained(level)
+    kept = model.outer
+    model.outer = taken_over(kept)
+    if not is_kept:
+        del kept
+    expected = dict(model.outer.state_dict())
+    for copied in (copy.deepcopy(model).outer, copy.deepcopy(model.outer)):
+        assert type(copied) is Doubled
+        assert loops.same(dict(copied.state_dict()), expected)
+
+
 class Delegating:
     """Finds the attributes that it lacks on its model, as many agents and trainers do."""
 

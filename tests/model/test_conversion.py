@@ -189,6 +189,24 @@ def test_a_proxy_of_a_module_is_prepared_where_weights_stay_fp32_and_else_refuse
     assert model(x()).dtype is torch.float32
 
 
+def all_subclasses(cls):
+    direct = cls.__subclasses__()
+    return {*direct, *(found for each in direct for found in all_subclasses(each))}
+
+
+def test_walks_through_all_subclasses_find_each_class_once(level):
+    class Base(nn.Linear):
+        pass
+
+    class Derived(Base):
+        pass
+
+    model = converted(Derived(1, 1), level)
+    assert all_subclasses(Base) == {Derived}
+    assert Derived in all_subclasses(nn.Module)
+    restore(model)
+
+
 def test_generated_class_goes_with_its_models():
     class Local(nn.Linear):
         pass

@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import pickle
 import types
-from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,7 @@ CONTAINERS = [
     Scaled,
     lambda t: Words([t, "w"]),
     lambda t: deque([t, 1], maxlen=2),
+    lambda t: UserList([t, 1]),
     lambda t: OrderedDict(b=t, a=1),
     lambda t: defaultdict(list, x=t),
     lambda t: UserDict(x=t),
@@ -103,7 +104,7 @@ def floats(value):
         value = [getattr(value, field.name) for field in dataclasses.fields(value)]
     elif isinstance(value, dict | UserDict):
         value = value.values()
-    elif not isinstance(value, list | tuple | deque):
+    elif not isinstance(value, list | tuple | deque | UserList):
         return []
     return [tensor for item in value for tensor in floats(item)]
 

@@ -19,9 +19,9 @@ from apex._torch.dynamo import is_tracing
 MIXIN = "_apex_mixin"
 """Attribute of a generated class that holds the class of its methods."""
 
-_SHOWN = ("__bases__", "__mro__", "__copy__", "__signature__")
-"""Attributes that dynamo outside of traces, ``functools.singledispatch``, ``copy.copy`` and
-``inspect.signature`` read."""
+_SHOWN = ("__bases__", "__mro__", "__copy__", "__signature__", "__subclasses__")
+"""Attributes that dynamo outside of traces, ``functools.singledispatch``, ``copy.copy``,
+``inspect.signature`` and walks through all subclasses read."""
 
 
 class _Generated(type):

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections import UserDict, deque
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
@@ -181,6 +181,8 @@ _CASTS = frozenset({Tensor.to, Tensor.type, Tensor.half, Tensor.bfloat16})
 _WITHOUT_TENSORS = (int, float, str, bytes, type(None), type, nn.Module)
 """Classes of values that hold no tensor to cast; scripts pass thousands of numbers."""
 
+_SEQUENCES = (list, tuple, deque, UserList)
+
 _SAME: Any = object()
 """Stands for no change: dynamo cannot trace a comparison of containers."""
 
@@ -209,7 +211,7 @@ def _replacement(fn: LeafFunction, obj: Any, outer: tuple[Any, ...] = ()) -> Any
     if is_compared:
         outer = (*outer, obj)
     items: Iterable[tuple[Any, Any]]
-    if isinstance(obj, (list, tuple, deque)):
+    if isinstance(obj, _SEQUENCES):
         items = enumerate(obj)
     elif isinstance(obj, Mapping):
         items = obj.items()
@@ -228,7 +230,7 @@ def _replacement(fn: LeafFunction, obj: Any, outer: tuple[Any, ...] = ()) -> Any
 
 def _changed_copy(obj: Any, changes: Mapping[Any, Any]) -> Any:
     """Returns a copy of a container or dataclass with some of its items changed."""
-    if not isinstance(obj, (list, tuple, deque, Mapping)):
+    if not isinstance(obj, (*_SEQUENCES, Mapping)):
         result = copy.copy(obj)
         for name, value in changes.items():
             object.__setattr__(result, name, value)  # also works on frozen ones
@@ -248,7 +250,7 @@ def _writable(obj: Any) -> Any:
         return list(obj)
     if type(obj) in (list, dict):
         return obj.copy()  # dynamo does not trace copy.copy
-    has_own_items = isinstance(obj, (list, deque, dict))
+    has_own_items = isinstance(obj, (*_SEQUENCES, dict))
     if isinstance(obj, MutableMapping) and callable(getattr(type(obj), "__copy__", None)):
         has_own_items = True
     if has_own_items:

@@ -75,10 +75,10 @@ class PlainCopies:
             vars(module).pop(name, None)
 
     def _deepcopy(self, memo: dict[int, Any]) -> Any:
-        module: Any = self._module()
-        copied_object = object_of(sys._getframe(1), module)
-        if copied_object is not module:
-            return deepcopy_by_class(copied_object, memo)
+        # Another module may have taken over the attributes of this one.
+        module: Any = object_of(sys._getframe(1), self._module())
+        if "__deepcopy__" not in vars(module):
+            return deepcopy_by_class(module, memo)
         for tensor in named_tensors(module).values():
             master_table.copy_to(memo, tensor)
         for table, key in self._entries():

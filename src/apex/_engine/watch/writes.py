@@ -34,6 +34,9 @@ _log = logging.getLogger("apex")
 _AVERAGE = "Average plain = copy.copy(model), the fp32 model that shares the masters."
 """The fix for averages in 16 bits."""
 
+_LERPS = frozenset({"lerp_", "_foreach_lerp_"})
+"""Names by which code averages in place; latents of GANs are averaged out of place."""
+
 _LEAVE_OUT = "A model that no optimizer trains stays in fp32 if amp.initialize does not get it."
 """The fix for weights of a model of its own: the options apply to all models of a call."""
 
@@ -320,7 +323,7 @@ class Writes:
         names = reader.f_code.co_names
         if reader.f_back is not None:
             names += reader.f_back.f_code.co_names
-        if any("lerp" in name for name in names):
+        if not _LERPS.isdisjoint(names):
             self.tell(
                 "lerp",
                 "amp: an average by lerp_ of the 16-bit weights of a prepared model raises an "
