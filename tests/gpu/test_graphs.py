@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from apex import amp
+from apex._core import tree
 from apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
 from benchmarks.graphs import CAPTURED, difference_of_replays
 from tests.support import loops
@@ -111,6 +112,15 @@ def test_a_count_that_was_loaded_is_not_captured_on_the_host(make_optimizer):
     graph = torch.cuda.graph(torch.cuda.CUDAGraph())
     with pytest.raises(RuntimeError, match="one step before the capture"), graph:
         optimizer.step()
+
+
+def test_a_learning_rate_that_was_loaded_to_the_cpu_moves_to_the_device(level):
+    optimizer_of = functools.partial(FusedAdam, lr=1e-2, capturable=True)
+    _, optimizer, _, _ = warmed_up(level, optimizer_of)
+    saved = tree.map_tensors(torch.Tensor.cpu, optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    group = optimizer.param_groups[0]
+    assert {group[name].device.type for name in ("lr", "step")} == {"cuda"}
 
 
 ASKING = [

@@ -320,6 +320,8 @@ class FusedOptimizer(Optimizer):
             for name, value in self.defaults.items():
                 if name != "differentiable":  # torch adds it to defaults, but not to groups
                     group.setdefault(name, value)
+            if self.capturable:  # a file that was loaded to the CPU has them there
+                put_on_device(group)
 
     def _check_state(self, state: dict[str, Any]) -> None:
         """Checks shapes: torch's fused kernels would write outside the memory of a small tensor."""
