@@ -6,12 +6,12 @@ Note [Which side is newer]
     Autograd's version counters, compared with those recorded when the two were last in sync, show
     which was written. A written master is rounded into the model before the model is next used. A
     written weight is copied to its master at the step, or where a script asks for masters or reads
-    a master's gradient, and only in the elements that differ from the rounded master. So weights
-    that are swapped or perturbed and put back before the step leave the master bit-identical. If
-    both were written, the master wins. Data assigned to a master are rounded into the model at
-    once, unless they only move it to another device. Until its first step a weight counts as
-    written: ``dist.broadcast(p.data)`` and its like write weights in a way that torch does not
-    count.
+    ``grad`` or ``data`` of one, and only in the elements that differ from the rounded master. So
+    weights that are swapped or perturbed and put back before the step leave the master
+    bit-identical. If both were written, the master wins. Data assigned to a master are rounded into
+    the model at once, unless they only move it to another device. Until its first step a weight
+    counts as written: ``dist.broadcast(p.data)`` and its like write weights in a way that torch
+    does not count.
 
 Note [One gradient in one place]
     The gradient of a master is the ``.grad`` of its model parameter: ``master.grad`` is a property
@@ -47,7 +47,7 @@ from apex._core import dtypes, rounding
 from apex._torch import dtensor, foreach, parameters, processes, ranks
 from apex._torch.autograd import at_end_of_pass
 from apex._torch.copies import capturing
-from apex._torch.dynamo import untraced
+from apex._torch.dynamo import is_compiling, untraced
 from apex._torch.parameters import (
     grad_of,
     requires_grad_of,
@@ -118,13 +118,13 @@ class Master(nn.Parameter):
     def grad(self) -> Tensor | None:
         """The gradient of the model parameter, which becomes fp32 there.
 
-        Who reads it is about to step: the master takes in what was written to its weight.
+        Who reads it is about to step, so the master takes in what was written to its weight.
         """
         model = self._apex_model
         pair = self._apex_pair()
-        if pair is not None and pair._master_version >= 0:  # else a step has taken them in
-            is_written = model._version != pair._model_version
-            if is_written or model.data_ptr() != pair._storage.data_ptr():
+        if pair is not None and pair._master_version >= 0:  # else a step has done so
+            is_counted = model._version != pair._model_version
+            if is_counted or model.data_ptr() != pair._address:
                 pair.take_in_writes()
         grad = model.grad
         if grad is None or grad.dtype is torch.float32:
@@ -184,7 +184,10 @@ class Master(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """The values, sharing memory and version counter."""
+        """The values, with what was written to the weight, sharing memory and version counter."""
+        pair = None if is_compiling() else self._apex_pair()
+        if pair is not None:
+            pair.take_in_writes()
         return self.detach()
 
     @data.setter
@@ -293,13 +296,18 @@ class MasterPair:
         self._model_version = model._version
         # While an optimizer steps the master, minus the number of its thread.
         self._master_version = master._version
-        self._storage = model.detach()  # held so that no other storage takes its address
+        self.hold_storage()
         master._apex_pair = weakref.ref(self)
         master._apex_model = master  # torch refuses the hook where the model's is frozen
         _register_final_hook(master, _give_to_model)  # of a loss that uses the master itself
         master._apex_model = model
         for side in (model, master):
             side.grad_dtype = None
+
+    def hold_storage(self) -> None:
+        """Holds the memory of the model's parameter, so that no other takes its address."""
+        self._storage = self.model.detach()
+        self._address = self.model.data_ptr()
 
     def exact_value(self) -> Tensor:
         """Returns the fp32 value in memory of its own."""
@@ -322,11 +330,13 @@ class MasterPair:
         return self.model._version - self._model_version
 
     def take_in_writes(self) -> None:
-        """Copies the written model parameter to the master, but leaves moves to a step.
+        """Copies the model's parameter to the master if a script has written it outside of a step.
 
-        A step moves the optimizer's state, too.
+        Not if it has moved, too: a step also moves the optimizer's state.
         """
-        if self.model.device == self.master.device:
+        is_written = self.model_writes > 0 or self.model.data_ptr() != self._address
+        is_stepped = self._master_version < 0
+        if is_written and not is_stepped and self.model.device == self.master.device:
             update_masters_from_model([self])
 
     @property
@@ -335,7 +345,7 @@ class MasterPair:
         return (
             self.state is MasterState.TRAINED
             and self.model._version == self._model_version
-            and self.model.data_ptr() == self._storage.data_ptr()
+            and self.model.data_ptr() == self._address
             and self.master._version == self._master_version
             and not self.is_shared
         )
@@ -466,7 +476,7 @@ def update_masters_from_model(pairs: Iterable[MasterPair]) -> bool:
             if (
                 pair.state is not trained
                 or model._version != pair._model_version
-                or model.data_ptr() != pair._storage.data_ptr()
+                or model.data_ptr() != pair._address
             ):
                 if model.shape != pair.master.shape:
                     _reshape(pair)
@@ -474,7 +484,7 @@ def update_masters_from_model(pairs: Iterable[MasterPair]) -> bool:
                     moved = pair.master.detach().to(model.device)
                     parameters.set_data(pair.master, moved)
                     any_moved = True
-                pair._storage = model.detach()
+                pair.hold_storage()
                 if pair.master._version == pair._master_version:
                     _update_master(pair)
     return any_moved
