@@ -122,7 +122,8 @@ class Master(nn.Parameter):
         """
         model = self._apex_model
         pair = self._apex_pair()
-        if pair is not None and pair._master_version >= 0:  # else a step has done so
+        # What ``take_in_writes`` asks, too, but in less time: clips read hundreds of gradients.
+        if pair is not None and pair._master_version >= 0:
             is_counted = model._version != pair._model_version
             if is_counted or model.data_ptr() != pair._address:
                 pair.take_in_writes()

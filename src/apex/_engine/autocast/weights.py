@@ -10,10 +10,10 @@ Note [Shared casts]
     Our own kernels compare in each call, anywhere. They share a cast while a graph has saved it,
     and in a session also while torch's cache would.
 
-    A backward pass, a step and the end of a session drop all casts. A forward pass without
-    gradients drops its own, and does without torch's cache while that is kept for an output.
-    Nothing is shared where torch records or transforms operators, as the record needs casts of its
-    own.
+    A backward pass, a step and the end of a session drop all casts. So does each forward pass once
+    a CUDA graph has captured one, as replays write weights unseen. A forward pass without gradients
+    drops its own, and does without torch's cache while that is kept for an output. Nothing is
+    shared where torch records or transforms operators, as the record needs casts of its own.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ class SharedCasts:
             is_inside: Whether it is inside another forward pass with casts to this dtype.
         """
         self._has_captured |= capturing(device)
-        # Whether an output awaits its backward pass.
-        is_awaited = self._hook() is not None and not self._has_captured
+        if self._has_captured and not is_inside:
+            self.drop()
+        is_awaited = self._hook() is not None  # an output awaits its backward pass
         if not torch.is_grad_enabled() or backward_id() != -1 or is_recorded(device):
             if is_awaited:
                 torch.set_autocast_cache_enabled(False)  # until the forward ends
