@@ -125,7 +125,7 @@ class Master(nn.Parameter):
         # What ``take_in_writes`` asks, too, but in less time: clips read hundreds of gradients.
         if pair is not None and pair._master_version >= 0:
             is_counted = model._version != pair._model_version
-            if is_counted or model.data_ptr() != pair._address:
+            if is_counted or model.data_ptr() != pair._storage.data_ptr():
                 pair.take_in_writes()
         grad = model.grad
         if grad is None or grad.dtype is torch.float32:
@@ -297,18 +297,13 @@ class MasterPair:
         self._model_version = model._version
         # While an optimizer steps the master, minus the number of its thread.
         self._master_version = master._version
-        self.hold_storage()
+        self._storage = model.detach()  # held so that no other storage takes its address
         master._apex_pair = weakref.ref(self)
         master._apex_model = master  # torch refuses the hook where the model's is frozen
         _register_final_hook(master, _give_to_model)  # of a loss that uses the master itself
         master._apex_model = model
         for side in (model, master):
             side.grad_dtype = None
-
-    def hold_storage(self) -> None:
-        """Holds the memory of the model's parameter, so that no other takes its address."""
-        self._storage = self.model.detach()
-        self._address = self.model.data_ptr()
 
     def exact_value(self) -> Tensor:
         """Returns the fp32 value in memory of its own."""
@@ -335,7 +330,7 @@ class MasterPair:
 
         Not if it has moved, too: a step also moves the optimizer's state.
         """
-        is_written = self.model_writes > 0 or self.model.data_ptr() != self._address
+        is_written = self.model_writes > 0 or self.model.data_ptr() != self._storage.data_ptr()
         is_stepped = self._master_version < 0
         if is_written and not is_stepped and self.model.device == self.master.device:
             update_masters_from_model([self])
@@ -346,7 +341,7 @@ class MasterPair:
         return (
             self.state is MasterState.TRAINED
             and self.model._version == self._model_version
-            and self.model.data_ptr() == self._address
+            and self.model.data_ptr() == self._storage.data_ptr()
             and self.master._version == self._master_version
             and not self.is_shared
         )
@@ -477,7 +472,7 @@ def update_masters_from_model(pairs: Iterable[MasterPair]) -> bool:
             if (
                 pair.state is not trained
                 or model._version != pair._model_version
-                or model.data_ptr() != pair._address
+                or model.data_ptr() != pair._storage.data_ptr()
             ):
                 if model.shape != pair.master.shape:
                     _reshape(pair)
@@ -485,7 +480,7 @@ def update_masters_from_model(pairs: Iterable[MasterPair]) -> bool:
                     moved = pair.master.detach().to(model.device)
                     parameters.set_data(pair.master, moved)
                     any_moved = True
-                pair.hold_storage()
+                pair._storage = model.detach()
                 if pair.master._version == pair._master_version:
                     _update_master(pair)
     return any_moved
