@@ -342,6 +342,15 @@ def test_a_model_that_the_step_itself_reads_gets_what_it_writes_after_it(level, 
         assert loops.agree(model, optimizer)
 
 
+def test_a_thread_that_follows_the_masters_leaves_gradients_as_they_are():
+    model, optimizer = loops.trained("O5")
+    optimizer.zero_grad()
+    loops.backward(model, optimizer, *loops.batch())
+    followed = loops.in_a_thread(lambda: loops.masters(optimizer))
+    assert {grad.dtype for grad in loops.grads(model.parameters())} == {torch.bfloat16}
+    assert loops.same(followed, loops.masters(optimizer))
+
+
 @pytest.mark.parametrize("name", ["SGD", "fused AdamW"])
 def test_threads_may_evaluate_while_optimizers_step(level, name):
     """Python switches between the threads at almost every line."""

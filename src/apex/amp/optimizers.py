@@ -94,7 +94,8 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
         prepared.session.observer.masters_read(prepared)
         prepared.create_missing_masters()
         prepared.update_masters()
-        masters.widen_nonzero_grads(prepared.pairs, views=True)
+        if prepared.is_used_here:  # another thread may follow the weights while this one trains
+            masters.widen_nonzero_grads(prepared.pairs, views=True)
     for group in optimizer.param_groups:
         yield from group["params"]
 
