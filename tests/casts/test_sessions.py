@@ -60,6 +60,18 @@ def test_casts_that_ended_elsewhere_go_at_the_next_call_of_any_model(level, ende
 
 
 @pytest.mark.parametrize("level", LOW)
+def test_casts_that_end_in_inference_mode_stay_off(level):
+    model, optimizer = session(level)
+    with torch.inference_mode():
+        del model, optimizer
+        gc.collect()
+        nn.Linear(2, 2)(torch.ones(1, 2))
+    other, _ = session("O0")
+    other(torch.ones(1, 2))
+    assert state() == (False, True)
+
+
+@pytest.mark.parametrize("level", LOW)
 def test_casts_end_with_the_last_model_whose_optimizer_trains_on(level):
     model, optimizer = session(level, nn.Linear(2, 2))
     amp.restore(model)

@@ -520,6 +520,38 @@ def test_a_block_leaves_what_another_thread_trains(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_body_is_left_to_the_thread_that_trains_its_head(level):
+    pairs = []
+    for _ in range(2):
+        model = loops.net()
+        head = loops.sgd(model[2].parameters())
+        pairs.append(amp.initialize(model, head, opt_level=level, verbosity=0, loss_scale=8.0))
+    (model, optimizer), (other, others) = pairs
+    x, y = loops.batch()
+    loops.in_a_thread(lambda: loops.train_step(other, others, x, y))
+    before = loops.grads(other.parameters())
+    with amp.scale_loss(loops.loss_of(model, x, y), optimizer) as scaled_loss:
+        assert loops.same(loops.grads(other.parameters()), before)
+        scaled_loss.backward()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_a_pool_trains_is_left_to_its_own_blocks(level):
+    first, second = (loops.prepared(level, loss_scale=8.0) for _ in range(2))
+    x, y = loops.batch()
+
+    def work():
+        loops.train_step(*second, x, y)
+        before = loops.grads(second[0].parameters())
+        with amp.scale_loss(loops.loss_of(first[0], x, y), first[1]) as scaled_loss:
+            assert loops.same(loops.grads(second[0].parameters()), before)
+            scaled_loss.backward()
+        return True
+
+    assert loops.in_a_thread(work)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_block_that_cannot_begin_leaves_all_gradients(level):
     training = Training(level, optimizers=2)
     training.block(*ONE)

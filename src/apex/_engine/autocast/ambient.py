@@ -251,8 +251,8 @@ def follow_sessions() -> None:
     specs = live_specs(begun_in=_here.token)
     if specs == _here.specs:
         return
-    # A block, a backward pass and dynamo restore autocast's state when they end.
-    if autocast_depth() > 0 or backward_id() != -1:
+    # A block, inference mode, a backward pass and dynamo restore autocast's state when they end.
+    if autocast_depth() > 0 or torch.is_inference_mode_enabled() or backward_id() != -1:
         return
     if is_compiling_here() or is_called_in(DYNAMO):
         return

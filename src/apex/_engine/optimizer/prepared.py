@@ -198,6 +198,14 @@ class PreparedOptimizer:
         """Whether this thread has used it last: passes in others do not reach its gradients."""
         return self._thread is ambient.this_thread()
 
+    def lends_to(self, session: Session) -> bool:
+        """Whether a pass of a session in this thread borrows its gradients.
+
+        Not from another session after it has changed threads: a pool may go on with it elsewhere.
+        """
+        stays = self._thread is self.session.thread
+        return self.is_used_here and (stays or self.session is session)
+
     def begin_first_block(self) -> None:
         """Checks its models and finds their wrappers, but only in its first block."""
         if not self._has_begun:
@@ -606,16 +614,19 @@ def reachable(
     """Returns what a pass of ``own`` optimizers may reach beside their parameters.
 
     These are this thread's optimizers whose gradients are unscaled, and the parameters, of models
-    of this session and of others of its thread, that none steps.
+    of this session and of others of its thread, that none steps. Not what other threads train.
     """
     lenders: list[PreparedOptimizer] = []
     stepped: set[int] = set()
+    stepped_elsewhere: set[int] = set()
     for prepared in live_optimizers:
         trained = prepared.trained_params()
         stepped.update(map(id, trained))
+        if not (prepared in own or prepared.is_used_here):
+            stepped_elsewhere.update(map(id, trained))
         begun = prepared.unfinished_pass
         is_free = begun is None or not (begun.scaled or begun.is_open)
-        is_beside = prepared not in own and prepared.is_used_here
+        is_beside = prepared not in own and prepared.lends_to(session)
         if is_free and is_beside and fsdp.reduces(trained):
             lenders.append(prepared)
     unowned: dict[int, nn.Parameter] = {}
@@ -626,7 +637,10 @@ def reachable(
         for model in other.models:
             if fsdp.groups and fsdp.is_sharded(model):
                 continue  # FSDP2 gathers parameters for a pass, and reduces their gradients itself
-            for param in params_in(model):
+            params = params_in(model)
+            if stepped_elsewhere and not stepped_elsewhere.isdisjoint(map(id, params)):
+                continue  # another thread trains a part of it
+            for param in params:
                 if id(param) not in stepped and is_trained(param):
                     unowned[id(param)] = param
     return lenders, [*unowned.values()]
