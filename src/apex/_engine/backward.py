@@ -12,8 +12,10 @@ Note [What a pass reaches]
 
     A pass may reach more than its optimizers step: a GAN's generator is trained through the
     discriminator. So the thread's other optimizers, and parameters that none steps, lend their
-    gradients to the block: they are put aside and unscaled, too. Each lender has its own check: if
-    its gradients overflow, it skips its next step, unless they are cleared before.
+    gradients to the block: they are put aside and unscaled, too. Not what other threads train, or
+    may train next: a pool moves optimizers, which then lend within their sessions only. Each lender
+    has its own check: if its gradients overflow, it skips its next step, unless they are cleared
+    before.
 
     A check updates the scales of all passes that have added to the gradients: an overflow lowers
     each of them. Those of a lender's are lowered when it skips its step.

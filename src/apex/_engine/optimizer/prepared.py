@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol, cast
 
@@ -199,12 +199,14 @@ class PreparedOptimizer:
         return self._thread is ambient.this_thread()
 
     def lends_to(self, session: Session) -> bool:
-        """Whether a pass of a session in this thread borrows its gradients.
+        """Whether a pass of a session in this thread may borrow its gradients, which are unscaled.
 
         Not from another session after it has changed threads: a pool may go on with it elsewhere.
         """
-        stays = self._thread is self.session.thread
-        return self.is_used_here and (stays or self.session is session)
+        begun = self.unfinished_pass
+        is_free = begun is None or not (begun.scaled or begun.is_open)
+        stays = self._thread is self.session.thread or self.session is session
+        return is_free and stays
 
     def begin_first_block(self) -> None:
         """Checks its models and finds their wrappers, but only in its first block."""
@@ -613,8 +615,7 @@ def reachable(
 ) -> tuple[list[PreparedOptimizer], list[nn.Parameter]]:
     """Returns what a pass of ``own`` optimizers may reach beside their parameters.
 
-    These are this thread's optimizers whose gradients are unscaled, and the parameters, of models
-    of this session and of others of its thread, that none steps. Not what other threads train.
+    These are this thread's optimizers whose gradients are unscaled, and parameters that none steps.
     """
     lenders: list[PreparedOptimizer] = []
     stepped: set[int] = set()
@@ -622,13 +623,28 @@ def reachable(
     for prepared in live_optimizers:
         trained = prepared.trained_params()
         stepped.update(map(id, trained))
-        if not (prepared in own or prepared.is_used_here):
+        if prepared in own:
+            continue
+        if not prepared.is_used_here:
             stepped_elsewhere.update(map(id, trained))
-        begun = prepared.unfinished_pass
-        is_free = begun is None or not (begun.scaled or begun.is_open)
-        is_beside = prepared not in own and prepared.lends_to(session)
-        if is_free and is_beside and fsdp.reduces(trained):
+        elif prepared.lends_to(session) and fsdp.reduces(trained):
             lenders.append(prepared)
+    return lenders, _unowned(session, stepped, stepped_elsewhere)
+
+
+def _unowned(
+    session: Session, stepped: Collection[int], stepped_elsewhere: Set[int]
+) -> list[nn.Parameter]:
+    """Returns the trained parameters that no optimizer steps, each once.
+
+    Those of models of this session and of others of its thread, unless another thread trains a part
+    of the model.
+
+    Args:
+        session: The session of a pass.
+        stepped: Ids of the parameters that an optimizer steps.
+        stepped_elsewhere: Ids of those that an optimizer of another thread steps.
+    """
     unowned: dict[int, nn.Parameter] = {}
     for other in Session.live:
         is_beside = other is session or other.thread is session.thread
@@ -639,11 +655,11 @@ def reachable(
                 continue  # FSDP2 gathers parameters for a pass, and reduces their gradients itself
             params = params_in(model)
             if stepped_elsewhere and not stepped_elsewhere.isdisjoint(map(id, params)):
-                continue  # another thread trains a part of it
+                continue
             for param in params:
                 if id(param) not in stepped and is_trained(param):
                     unowned[id(param)] = param
-    return lenders, [*unowned.values()]
+    return [*unowned.values()]
 
 
 def unscale_grads(
