@@ -87,6 +87,7 @@ class OverflowFlag:
         self._host_copy: HostCopy | None = None
         # What ``was_skipped`` holds on a device, in place, as replays of CUDA graphs write it.
         self._skipped: Tensor | None = None
+        # Whether a graph has captured a step: nobody tells that it is replayed.
         self._is_captured = False
 
     @property

@@ -246,7 +246,7 @@ class Watch(Observer):
 
 
 def _captures(model: nn.Module) -> bool:
-    """Returns whether a CUDA graph captures the model's forward, and would capture ours, too."""
+    """Returns whether a CUDA graph captures the forward, and would repeat what observes it."""
     params = params_in(model)
     return bool(params) and capturing(params[0].device)
 
