@@ -118,6 +118,17 @@ def masters_that_outgrow_the_model_s_fp16():
     return trace
 
 
+@planted("native_batch_norm", "inf", "range", dtype="float16")
+def a_batch_norm_whose_output_overflows():
+    norm = nn.BatchNorm1d(3).half().eval()
+    norm.running_var.zero_()
+    net = nn.Sequential(nn.Identity(), norm)
+    with trace_overflow(net) as trace:
+        net(torch.full((2, 3), 500.0, dtype=FP16, requires_grad=True)).sum().backward()
+    assert "running variance" not in str(trace)
+    return trace
+
+
 @planted("lerp_", "nan", "optimizer state", module="")
 def nan_in_optimizer_state():
     net = body_net(nn.Identity())

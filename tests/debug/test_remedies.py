@@ -186,6 +186,8 @@ STEEP = LOOP.replace("criterion(output)", "(output.float() * 1e20).mean()")
 STEEP16 = LOOP.replace("criterion(output)", "(output.float() * 1e2).mean()")
 LONG = LOOP.replace("range(3)", "range(9)")
 SHORT = LOOP.replace("range(3)", "range(2)")
+SQUARES = LOOP.replace("criterion(output)", "(output.float() * 4e4).mean()")
+NEGATIVE = 'optimizer.step()\n    for p in optimizer.state: optimizer.state[p]["exp_avg_sq"].neg_()'
 ONE = LOOP.replace("x = batch()", "x = batch() * torch.eye(4)[0]")
 """With one input alone, so that most gradients are 0."""
 STATIC = ", loss_scale=2.0**24"
@@ -255,6 +257,12 @@ LOOPS = {
     "skipped step": {"autocast, scaler": AGAIN},
     "update": {"fp32": script("fp32", optimizer=sgd("1e30"), loop=STEEP)},
     "an update in fp16": at("half", "O3", optimizer=sgd("6e4"), loop=STEEP16),
+    "an average of squared gradients": at(
+        "half", "O3", optimizer=adam(eps=", eps=1e-4"), loop=SQUARES
+    ),
+    "a root of the optimizer's state": {
+        "fp32": script("fp32", optimizer=adam()).replace("optimizer.step()", NEGATIVE)
+    },
     "an eps that is 0 in fp16": at("half", "O3", optimizer=adam(), loop=ONE),
     "a learning rate": {"fp32": script("fp32", optimizer=adam('float("inf")'))},
     "a division by 0 in an update": {"fp32": FLAT},

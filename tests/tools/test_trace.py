@@ -270,6 +270,39 @@ def test_a_file_that_holds_nan_weights_is_no_data(trace):
     check(traced, cli.NOT_FINITE, cause, "remedy 1. check the file that they come from")
 
 
+def test_nan_in_an_evaluation_is_named_below_the_all_clear(trace):
+    traced = trace("""
+        net = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        ignored = torch.tensor([-100])
+        for _ in range(2):
+            nn.functional.cross_entropy(net(torch.ones(1, 2)), ignored + 100).backward()
+            optimizer.step()
+            with torch.no_grad():
+                print(nn.functional.cross_entropy(net(torch.ones(1, 2)), ignored).item())
+    """)
+    check(traced, cli.OK, GOOD_VERDICT, "Unused NaN: aten.nll_loss_forward", "no elements")
+
+
+def test_a_parameter_that_nothing_initialized_is_named_even_if_its_values_are_finite(trace):
+    traced = trace("""
+        class Scaled(nn.Linear):
+            def __init__(self):
+                super().__init__(2, 2)
+                self.scale = nn.Parameter(torch.empty(2))
+
+            def forward(self, x):
+                return super().forward(x) * self.scale.nan_to_num(1.0, 1.0, 1.0).clamp(-1, 1)
+
+        net = Scaled()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        for _ in range(2):
+            net(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    """)
+    assert traced[1].count("Nothing had written values to scale before the first step") == 1
+
+
 STANDS_STILL = """
     net = nn.Linear(2, 2).bfloat16()
     average = torch.full((2,), 300.0, dtype=torch.bfloat16)
@@ -537,7 +570,7 @@ def test_the_script_s_own_exit_code_passes_through(trace, body, status):
         assert err.endswith("no data\n")
     assert f"tools{os.sep}script.py" not in err  # the traceback is the script's own
     assert "does not fit" not in out
-    assert ("Trace the program that its processes run." in out) == (status == 0)
+    assert ("Trace the program that its processes run" in out) == (status == 0)
 
 
 MASKED = """

@@ -53,6 +53,7 @@ class Birth:
         deliberate: Whether the value is intended, as a constant or a mask.
         number: The inf or NaN that the script wrote there; None if the script computed it.
         numbers: Python numbers among the arguments.
+        writes: Whether the call wrote the values to an argument, as to a running variance.
         inputs: Ranges of the inputs, at most four.
         true: Largest absolute result in float64. ``inf`` if the result is infinite or undefined
             there, too; None if unknown.
@@ -90,6 +91,7 @@ class Birth:
     deliberate: bool = False
     number: float | None = None
     numbers: tuple[float, ...] = ()
+    writes: bool = False
     inputs: tuple[Values, ...] = ()
     true: float | None = None
     node: str = ""
@@ -269,6 +271,8 @@ class Births:
         passes: Number of backward passes that reached a gradient.
         gradients: Names of parameters that a fault reached.
         healed: Backward passes after which a dynamic loss scale backed off.
+        aside: The first birth that reached nothing although no operator masked its values, as in
+            an evaluation; None without one.
         certain: Whether values reached a gradient, the loss or a weight, and no scale heals them.
         reached: Births whose values reached a gradient, the loss, a weight or a buffer.
     """
@@ -279,6 +283,7 @@ class Births:
         self.passes = 0
         self.gradients: list[str] = []
         self.healed: set[int] = set()
+        self.aside: Birth | None = None
         self.certain = False
         # The backward pass that reached a gradient last.
         self._backward = -1
@@ -329,6 +334,8 @@ class Births:
             for judged in self._pending:
                 if judged not in self.reached and not judged.heals:
                     self._harmless.add(judged.site)
+                    if not (judged.masked or judged.absorbed or judged.limited):
+                        self.aside = self.aside or judged
             self._pending.clear()
             return
         if name not in self.gradients:

@@ -212,6 +212,7 @@ def _facts(birth: Birth) -> dict[str, Any]:
         "true": shown,
         "names": names,
         "divisor": 0.0,
+        "last_number": [math.inf, *birth.numbers][-1],
     }
     if birth.inputs:
         facts["reads"] = birth.inputs[0].dtype

@@ -135,6 +135,8 @@ class OverflowTrace(Trace):
         self._scaled = ScaledGradients(unseen)
         # Operators and lines of misuses that were added.
         self._misused: set[tuple[str, str]] = set()
+        # Parameters with a gradient that nothing had written before the first step.
+        self.uninitialized: list[str] = []
         # The optimizers that have stepped.
         self._optimizers = weakref.WeakSet[Optimizer]()
         # Memory of the weights' casts.
@@ -178,12 +180,19 @@ class OverflowTrace(Trace):
 
     def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Counts the optimizer's own parameters (masters) as weights, and checks its gradients."""
-        self._optimizers.add(optimizer)
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            self._note_uninitialized(optimizer)
         if self._first_largest == math.inf:
             self._first_largest = self._largest_weight or math.inf
         if not runs_in_scaler():
             self._check_gradients(optimizer)
         super()._enter_step(optimizer)
+
+    def _note_uninitialized(self, optimizer: Optimizer) -> None:
+        for param in params_of(optimizer):
+            if param.grad is not None and self._unwritten.of(param):
+                self.uninitialized.append(self._held(param).name)
 
     def _check_gradients(self, optimizer: Optimizer) -> None:
         """Adds a step on gradients that carry a loss scale, or from which the scale backs off."""
@@ -413,6 +422,7 @@ class OverflowTrace(Trace):
             deliberate=deliberate,
             number=number,
             numbers=tuple(_numbers(call)),
+            writes=any(bad is written for written in call.written),
             negative=bool(largest < math.inf),  # sync: tracing is a diagnosis
             node=node_name(),
             formula=self._tracker.runs_formula,
@@ -474,11 +484,11 @@ class OverflowTrace(Trace):
         return held.of(tensor) or Held("", "", tensor)
 
     def _is_weight(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor is a parameter, a master or a buffer; a mask is no weight."""
+        """Returns whether a tensor is a parameter, its state or a buffer; a mask is no weight."""
         role = self._held(tensor).role
         if role == "buffer":
             return not tracing.is_mask(tensor)
-        return role in _PARAMETERS
+        return role in _PARAMETERS or role.startswith("state")
 
     def _reach_weight(self, birth: Birth, tensor: Tensor) -> None:
         """Records that a birth's values have reached a weight, if the tensor is one."""

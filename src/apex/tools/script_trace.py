@@ -27,6 +27,8 @@ class Seen:
     Attributes:
         first: The first fault that does not make a dynamic loss scale back off; None without one.
         steps_before: Number of optimizer steps before the fault; without one, of all steps.
+        aside: The first inf or NaN that reached nothing, as in an evaluation; None without one.
+        uninitialized: Names of parameters that nothing had written before the first step.
         certain: Whether the fault reached a gradient, the loss or a weight.
         harmless: Whether an operator such as clamp limited the values of ``first`` before that.
         gradients: Names of parameters that received a non-finite gradient.
@@ -37,6 +39,8 @@ class Seen:
     """
 
     first: Finding | None
+    aside: Finding | None
+    uninitialized: list[str]
     steps_before: int
     certain: bool
     harmless: bool
@@ -74,6 +78,8 @@ class ScriptTrace(OverflowTrace):
         first = births.first(healing=False)
         return Seen(
             first=finding_of(first),
+            aside=finding_of(births.aside),
+            uninitialized=self.uninitialized,
             steps_before=births.steps if first is None else first.steps,
             certain=births.certain,
             harmless=first is not None and first.limited and first not in births.reached,

@@ -163,7 +163,11 @@ def _verdict(script: str, seen: Seen) -> list[str]:
     if not seen.operators:
         return [f"apex trace: {script} ran no operator in its own process."]
     if first is None:
-        return [f"apex trace: no inf or NaN in {script} reached a gradient, the loss or a weight."]
+        lines = [f"apex trace: no inf or NaN in {script} reached a gradient, the loss or a weight."]
+        if seen.aside is not None:
+            lines.append("One was unused, as in an evaluation, a metric or a skipped batch:")
+            lines.append(headed(seen.aside, "Unused"))
+        return lines
     if seen.harmless:
         return [
             f"apex trace: {script} made {first.kind}, which reached no gradient, loss or weight.",
@@ -189,7 +193,15 @@ def _remarks(script: str, seen: Seen, ending: Ending) -> list[str]:
             "overflowed. This makes a dynamic loss scale back off, and the step is skipped."
         )
     if not seen.operators and not ending.status:
-        lines.append("Trace the program that its processes run.")
+        lines.append(
+            "Trace the program that its processes run. If they run a function of this script, as "
+            "torch.multiprocessing.spawn does, call that function here, with one process."
+        )
+    if seen.uninitialized:
+        lines.append(
+            f"Nothing had written values to {listed(seen.uninitialized)} before the first step, "
+            "only torch.empty: initialize it, as by nn.init.normal_ or nn.init.zeros_."
+        )
     if seen.first is None and seen.steps:
         lines.append(
             "If the loss stands still, or is higher than in fp32: `apex trace --digits "

@@ -219,7 +219,10 @@ class _Run:
         if not batches:
             raise InputError("The target gives no batches.")
         if len(batches) < wanted:
-            self.notes.append(f"The batches ran out after {len(batches)} of {wanted} steps.")
+            self.notes.append(
+                f"The batches ran out after {len(batches)} of {wanted} steps, as those of a "
+                "generator do: a list or a DataLoader starts over."
+            )
         return batches
 
     def _put(self, name: str, **parts: Any) -> None:
