@@ -207,6 +207,17 @@ def test_walks_through_all_subclasses_find_each_class_once(level):
     restore(model)
 
 
+def test_a_clone_outlives_the_model_whose_attributes_it_shares(level):
+    model = converted(nn.Linear(3, 2), level)
+    clone = model.__new__(type(model))  # as learn2learn makes one
+    clone.__dict__ = dict(model.__dict__)
+    clone._parameters = {name: param.clone() for name, param in model._parameters.items()}
+    expected = model(x())
+    del model
+    gc.collect()
+    assert torch.equal(clone(x()), expected)
+
+
 def test_generated_class_goes_with_its_models():
     class Local(nn.Linear):
         pass

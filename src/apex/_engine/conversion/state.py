@@ -101,6 +101,8 @@ class ModelState:
     @property
     def pairs(self) -> Sequence[MasterPair]:
         """The pairs of the model's parameters."""
+        if self._model() is None:  # a clone that shares this state is left
+            return ()
         if self._found_among != MasterPair.made:
             self.find_pairs()
         return self._pairs[self.model]
