@@ -1,5 +1,6 @@
 """``amp.initialize(enabled=False)``: every amp call is a no-op."""
 
+import pytest
 import torch
 
 from apex import amp
@@ -67,3 +68,14 @@ def test_enabled_set_to_false_by_a_script_passes_the_loss_through():
         amp._amp_state.opt_properties.enabled = enabled
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             assert (scaled_loss is loss) is not enabled
+
+
+def test_casts_of_an_earlier_call_that_stay_on_are_told():
+    model, optimizer = loops.prepared("O4")
+    with pytest.warns(UserWarning, match="computes in 16 bits, too.*amp.restore") as told:
+        other, _ = plain("O4")
+    assert told[0].filename == __file__
+    assert other(torch.ones(1, 4)).dtype is torch.bfloat16
+    amp.restore(model, optimizer)
+    third, _ = plain("O4")  # and no warning
+    assert third(torch.ones(1, 4)).dtype is torch.float32

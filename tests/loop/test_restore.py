@@ -310,6 +310,18 @@ def test_an_optimizer_may_be_named_twice(level):
     assert not torch.is_autocast_enabled("cpu")
 
 
+@masters
+def test_a_restored_model_whose_gradients_have_its_dtype_again_is_prepared_anew(level):
+    model, optimizer = amp.restore(*loops.prepared(level))
+    for param in model.parameters():
+        param.grad_dtype = param.dtype
+    loops.plain_step(model, optimizer, *loops.batch())
+    amp.initialize(model, opt_level=level, verbosity=0)
+    for param in model.parameters():
+        assert param.grad.dtype is param.grad_dtype is param.dtype
+        assert param.dtype is not torch.float32
+
+
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 def test_a_restored_model_that_a_script_casts_is_prepared_as_any_16_bit_model(level):
     model = loops.net().requires_grad_(False)

@@ -53,6 +53,19 @@ def test_cycles_leave_no_tensor_and_no_object(level, restores):
     assert loops.live_sessions() == 0
 
 
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_parts_that_are_replaced_leave_nothing(level):
+    model, _ = loops.prepared(level)
+
+    def replace():
+        model[2] = torch.nn.Linear(8, 2)
+        model.state_dict()  # gives the part its hooks
+
+    for _ in range(10):
+        replace()
+    assert not grows(replace, 100, 100)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O4"])
 def test_1000_eval_steps_leave_no_tensor_and_no_cached_cast(level):
     model, _ = loops.prepared(level)

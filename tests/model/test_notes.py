@@ -466,6 +466,7 @@ def test_frozen_weights_of_other_tensor_classes_are_left_alone(level):
         model(torch.ones(2, 4))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.12, though it is told
 def test_sparse_buffers_are_cast_and_saved_exactly(level):
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].register_buffer("edges", (torch.eye(4) / 3).to_sparse())

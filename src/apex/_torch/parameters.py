@@ -70,6 +70,9 @@ def set_in_place(tensor: Tensor, value: Tensor, undo: ExitStack) -> None:
 
 def _assign(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
     tensor.grad = None  # torch rejects a gradient whose dtype differs from its tensor's
+    keeps_own = keeps_any_grad and tensor.is_leaf and tensor.grad_dtype is tensor.dtype
     tensor.data = data
+    if keeps_own:  # which torch lets follow, unless a script has set it
+        tensor.grad_dtype = data.dtype
     if grad is not None and grad.shape == data.shape:  # a script may have resized the data
         tensor.grad = grad

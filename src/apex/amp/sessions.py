@@ -11,7 +11,9 @@ from apex._core.op_table import AutocastSpec
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._core.user_files import warn_at_caller
+from apex._engine.autocast.ambient import this_thread
 from apex._engine.prepare import begin
+from apex._engine.registry import live_specs
 from apex._engine.session import Maker, Session
 from apex._engine.watch import Watch
 from apex._torch.devices import device_types, emulation
@@ -70,6 +72,16 @@ def start_init_session(
     )
     begin(session, used_by_script=True)
     return session
+
+
+def warn_if_casts_stay() -> None:
+    """Warns, at the line that called amp, if an earlier call's casts are on in this thread."""
+    if live_specs(begun_in=this_thread()):
+        warn_at_caller(
+            "amp.initialize(enabled=False) prepares nothing, but the casts of an earlier call are "
+            "still on in this thread, as one of its models lives: this model computes in 16 bits, "
+            "too. For fp32, call amp.restore on the earlier model first, or pass opt_level='O0'."
+        )
 
 
 def warn_if_emulated(policy: Policy, models: Sequence[nn.Module] = ()) -> None:

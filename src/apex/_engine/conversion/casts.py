@@ -132,7 +132,7 @@ def undo_convert(model: nn.Module) -> None:
         if not dtypes.is_low_precision(tensor):  # or an earlier call has cast it
             master_table.exact.pop(tensor, None)
     swap_class(model, plain_class(type(model)))
-    state.until_plain.close()
+    state.detach()
     if state.inner_forward is not None:
         model.__dict__.setdefault("forward", state.inner_forward)
     wrappers.drop(tensors)

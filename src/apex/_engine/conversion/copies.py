@@ -47,7 +47,7 @@ class PlainCopies:
 
         Args:
             module: Keeps this object alive.
-            hooks: The hooks that copies do not have.
+            hooks: The hooks that copies do not have; removed with this object's methods.
             take_in: Gives these methods to parts that were put into a module since.
         """
         self._module = weakref.ref(module)
@@ -67,7 +67,9 @@ class PlainCopies:
             vars(module)[name] = functools.partial(method, self)
 
     def remove(self) -> None:
-        """Removes the methods."""
+        """Removes the hooks and the methods."""
+        for hook in self._hooks:
+            hook.remove()
         module = self._module()
         if module is None:  # replaced by another one
             return

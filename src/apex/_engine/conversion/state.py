@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from contextlib import ExitStack
 from types import FrameType
 from typing import Any, cast
 
@@ -65,8 +64,8 @@ class ModelState:
         self.uncast: tuple[int | str, ...] = ()
         # Whether the model was deep-copied, perhaps for an average.
         self.was_copied = False
-        # Removes what conversion has added to modules.
-        self.until_plain = ExitStack()
+        # What conversion has added to modules, which keep it alive: scripts replace modules.
+        self._added = weakref.WeakSet[PlainCopies]()
         # The pairs of all parameters of the model, and of each part's own: the hooks of a part keep
         # this object, and so the part's masters, alive for longer than the model.
         self._pairs = weakref.WeakKeyDictionary[nn.Module, list[MasterPair]]()
@@ -247,9 +246,12 @@ class ModelState:
             leaving = hooks.register_forward_hook(self.after_fp32)
             handles += [entering, leaving]
         take_in = weakref.WeakMethod(self.take_in)
-        copies = PlainCopies(module, handles, take_in)
-        for handle in (*handles, copies):
-            self.until_plain.callback(handle.remove)
+        self._added.add(PlainCopies(module, handles, take_in))
+
+    def detach(self) -> None:
+        """Removes what conversion has added to modules."""
+        for added in [*self._added]:
+            added.remove()
 
     def take_in(self, module: nn.Module, *_: object) -> None:
         """Registers the hooks of parts that a script has put into a module since.
