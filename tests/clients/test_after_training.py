@@ -249,3 +249,17 @@ def test_layers_of_fp8_train_and_are_copied(level):
     first, *_, last = loops.train(model, optimizer, data=[(x, y)] * 6)
     assert last < first
     assert type(copy.deepcopy(model)[0]) is float8.float8_linear.Float8Linear
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_trained_weights_in_8_bits_are_refused_with_the_level_that_takes_them(level):
+    quantization = pytest.importorskip("torchao.quantization")
+    training = pytest.importorskip("torchao.prototype.quantized_training")
+    net = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+    quantization.quantize_(net, training.int8_weight_only_quantized_training())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"an fp32 master\. Use opt_level='O4'"):
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    amp.initialize(net, optimizer, opt_level="O4", verbosity=0)
+    net(torch.randn(4, 32)).float().sum().backward()
+    optimizer.step()

@@ -225,3 +225,10 @@ def test_generated_class_goes_with_its_models():
     converted(Local(1, 1))
     gc.collect()
     assert Local.__subclasses__() == []
+
+
+@pytest.mark.parametrize("of", [copy.deepcopy, pickle.dumps])
+def test_attributes_that_are_copied_without_their_model_are_an_error_that_names_the_way(level, of):
+    model = converted(nn.Sequential(nn.Linear(3, 2)), level)
+    with pytest.raises(TypeError, match=r"copy\.deepcopy\(model\) is a plain fp32 model"):
+        of(model.__dict__)

@@ -64,13 +64,13 @@ def create(param: nn.Parameter, value: Tensor | None = None) -> MasterPair:
     if pair is None:
         if value is None or value.dtype is param.dtype:
             value = rounding.exact_value(param, exact.get(param))
-        master = make_master(value, master_class_of(type(param)))
-        is_master = isinstance(master, Master)
-        if not is_master and is_readable(param):  # a fake tensor is never trained
+        # Fake tensors are never trained.
+        if not issubclass(type(param), (nn.Parameter, parameters.FakeTensor)):
             raise TypeError(
                 f"A trained 16-bit parameter is a {type(param).__name__}, which cannot have an "
                 "fp32 master. Use opt_level='O4', which keeps weights in fp32."
             )
+        master = make_master(value, master_class_of(type(param)))
         pair = MasterPair(param, cast(Master, master))
         _by_param[id(param)] = pair
         pair.count()

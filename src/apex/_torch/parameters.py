@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor as FakeTensor
 from torch.optim import optimizer
 
 from apex._torch.dispatcher import TORCH_VERSION

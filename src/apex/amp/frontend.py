@@ -102,9 +102,9 @@ def initialize(
         models: A module in fp32, fp16, bf16 or a mix of them, or a list or tuple of them.
         optimizers: A ``torch.optim.Optimizer`` (or LARC around one), a list or tuple of them, or
             ``None`` for inference.
-        enabled: If False, nothing is prepared and every amp call passes through; casts of an earlier
-            call stay on in this thread while its models live. This and the other bools may also be
-            0, 1, or one of the strings ``"True"`` and ``"False"``.
+        enabled: If False, nothing is prepared and every amp call passes through. Casts of an
+            earlier call stay on in this thread while its models live. This and the other bools may
+            also be 0, 1, or one of the strings ``"True"`` and ``"False"``.
         opt_level: ``"O0"`` to ``"O5"``. The arguments below override single properties of the
             level; ``None`` keeps its default.
         cast_model_type: Dtype of parameters, buffers and inputs (O0, O2, O3, O5); False for no

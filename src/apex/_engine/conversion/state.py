@@ -43,6 +43,13 @@ Entries = MutableMapping[str, Any]
 """A state dict."""
 
 
+_COPIED_ATTRIBUTES = (
+    "The attributes of a prepared model, or of a part of one, were copied or pickled without it, "
+    "as by copy.deepcopy(model.__dict__). They hold amp's state. Copy or pickle the model itself: "
+    "copy.deepcopy(model) is a plain fp32 model."
+)
+
+
 class ModelState:
     """The conversion state of a model, and the hooks of its modules."""
 
@@ -91,6 +98,10 @@ class ModelState:
     def region(self) -> Region:
         """Runs the model's own forward."""
         return self._region or self.session.region
+
+    def __reduce__(self) -> Any:
+        """Raises TypeError where a script copies or pickles the attributes of a module."""
+        raise TypeError(_COPIED_ATTRIBUTES)
 
     def set_forward(self, inner: Callable[..., Any] | None, uncast: tuple[int | str, ...]) -> None:
         """Sets what the model's call runs, and the arguments that it does not cast."""
