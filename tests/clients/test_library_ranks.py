@@ -99,6 +99,7 @@ class Rows(torch.utils.data.Dataset):
 def train_by_trainer(rank, level, folder):
     declare_torchvision_operators()
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     transformers = importlib.import_module("transformers")
     model, optimizer = initialized(level)
     arguments = transformers.TrainingArguments(
