@@ -209,6 +209,27 @@ def partly_off(self, x):
     return before, inside, inner, self.linear(x)
 
 
+class CompiledForward(nn.Module):
+    """A class whose forward a script has compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @torch.compile(backend="eager")
+    def forward(self, x):
+        return self.linear(x)
+
+
+def test_compiled_code_calls_a_model_whose_class_compiles_its_forward(level):
+    model, _ = loops.prepared(level, model=CompiledForward())
+    x = torch.ones(2, 4)
+    expected = model(x)
+    found = torch.compile(lambda: model(x), backend="eager")()
+    assert found.dtype is expected.dtype
+    assert torch.equal(found, expected)
+
+
 @cases.GENERATORS
 @pytest.mark.parametrize("level", cases.MIXED)
 def test_disable_casts_traces(level):

@@ -33,8 +33,8 @@ def warmed_up(level, make_optimizer, **options):
     return *pair, *data
 
 
-def captured_pass(level, make_optimizer):
-    model, optimizer, x, y = warmed_up(level, make_optimizer, loss_scale="dynamic")
+def captured_pass(level, make_optimizer, loss_scale="dynamic"):
+    model, optimizer, x, y = warmed_up(level, make_optimizer, loss_scale=loss_scale)
     optimizer.zero_grad()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -66,6 +66,42 @@ def test_gradients_zeroed_between_replays_are_those_of_the_next_one(level):
             graph.replay()
             optimizer.step()
         found.append(loops.masters(optimizer))
+    assert loops.same(*found)
+
+
+@loops.every(level=loops.MIXED, scale=["dynamic", 1.0])
+def test_masters_that_are_read_after_a_step_follow_the_next_replay(level, scale):
+    found = []
+    for reads in (False, True):
+        optimizer, graph, x = captured_pass(level, loops.fused_adamw_of, scale)
+        for _ in range(3):
+            x.mul_(1.5)
+            graph.replay()
+            optimizer.step()
+            if reads:
+                loops.grads(amp.master_params(optimizer))
+        found.append(loops.masters(optimizer))
+    assert loops.same(*found)
+
+
+def zeroed_in_place(model, optimizer, x, y):
+    loops.backward(model, optimizer, x, y)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def test_an_eager_iteration_between_a_capture_and_its_first_replay_trains_as_alone(level):
+    found = []
+    for captures in (True, False):
+        make_optimizer = functools.partial(FusedAdam, lr=1e-2, capturable=True)
+        trained = warmed_up(level, make_optimizer, loss_scale="dynamic")
+        for _ in range(2):
+            zeroed_in_place(*trained)
+        if captures:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                zeroed_in_place(*trained)
+        zeroed_in_place(*trained)
+        found.append(loops.masters(trained[1]))
     assert loops.same(*found)
 
 

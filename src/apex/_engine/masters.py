@@ -601,6 +601,9 @@ def mark_zeros(pairs: Iterable[MasterPair]) -> None:
     """Records that the gradients that are left are zero; makes dense ones 16-bit."""
     for pair in pairs:
         grad = pair.model.grad
+        if grad is not None and capturing(grad.device):  # it is zero after a replay, not before
+            pair.model.grad = None
+            continue
         if grad is not None and grad.dtype is torch.float32 and not grad.is_sparse:
             _replace_grad(pair.model, grad, torch.zeros_like(pair.model))
             grad = pair.model.grad

@@ -294,6 +294,7 @@ class Call {
       if (alias && alias->isWrite() && argument(i).isTensor()) written.push_back(argument(i).toTensor());
     }
     if ((kHostWaits.count(name) || has_mask()) && target) host_waits(name);
+    if (!schema.arguments().empty() && argument(0).isTensorList()) foreach_targets = argument(0).toTensorVector();
   }
 
   IValue& argument(size_t i) { return (*stack)[begin + i]; }
@@ -332,6 +333,12 @@ class Call {
 
   void give_back() {
     for (auto& seen : arguments) resize(seen);
+    // CUDA's kernels over lists count what they write, but for zero_.
+    if (name.rfind("aten::_foreach_", 0) == 0 && schema.arguments()[0].alias_info() &&
+        schema.arguments()[0].alias_info()->isWrite() && name != "aten::_foreach_zero_")
+      for (const at::Tensor& t : foreach_targets)
+        for (auto& seen : arguments)
+          if (seen.cpu.is_same(t)) seen.own.unsafeGetTensorImpl()->bump_version();
     auto count = schema.returns().size();
     for (size_t i = stack->size() - count; i < stack->size(); ++i) {
       IValue& value = (*stack)[i];
@@ -421,7 +428,7 @@ class Call {
   Stack* stack;
   const size_t begin;
   std::vector<Seen> arguments;
-  std::vector<at::Tensor> written;
+  std::vector<at::Tensor> written, foreach_targets;
   std::optional<Device> asked;
   bool host_tensor = false;
 
