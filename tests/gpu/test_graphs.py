@@ -105,6 +105,20 @@ def test_an_eager_iteration_between_a_capture_and_its_first_replay_trains_as_alo
     assert loops.same(*found)
 
 
+def test_an_overflow_before_a_capture_skips_no_eager_step_after_it(level):
+    model, optimizer, x, y = warmed_up(level, loops.fused_adamw_of, loss_scale="dynamic")
+    optimizer.zero_grad()
+    loops.backward(model, optimizer, x * torch.inf, y)
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        loops.backward(model, optimizer, x, y)
+    optimizer.zero_grad()
+    loops.backward(model, optimizer, x, y)
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+
+
 def captured_iteration(level):
     make_optimizer = functools.partial(FusedAdam, lr=1e-2, capturable=True)
     model, optimizer, x, y = warmed_up(level, make_optimizer, loss_scale="dynamic")

@@ -218,6 +218,8 @@ class PreparedOptimizer:
     def begin_pass(self, begun: Pass, *, in_place: bool) -> None:
         """Prepares the gradients for a pass that was given the optimizer, or that may reach it."""
         self._thread = ambient.this_thread()
+        if self._captured is not None and not self.has_grads():
+            self.overflow.await_replay()  # its flag tells of gradients that were cleared
         self.make_room(scaled=begun.scaled, in_place=in_place)
         self.unfinished_pass = begun
 
