@@ -64,7 +64,7 @@ def create(param: nn.Parameter, value: Tensor | None = None) -> MasterPair:
     if pair is None:
         if value is None or value.dtype is param.dtype:
             value = rounding.exact_value(param, exact.get(param))
-        # Fake tensors are never trained.
+        # Fake tensors, which nothing trains, may also be of another class.
         if not issubclass(type(param), (nn.Parameter, parameters.FakeTensor)):
             raise TypeError(
                 f"A trained 16-bit parameter is a {type(param).__name__}, which cannot have an "

@@ -71,7 +71,7 @@ class ModelState:
         self.uncast: tuple[int | str, ...] = ()
         # Whether the model was deep-copied, perhaps for an average.
         self.was_copied = False
-        # What conversion has added to modules, which keep it alive: scripts replace modules.
+        # What conversion has added to modules; they alone keep it alive, as scripts replace them.
         self._added = weakref.WeakSet[PlainCopies]()
         # The pairs of all parameters of the model, and of each part's own: the hooks of a part keep
         # this object, and so the part's masters, alive for longer than the model.

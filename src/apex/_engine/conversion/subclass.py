@@ -231,8 +231,9 @@ def _casting_forward(own: Any) -> Any:
     function = inspect.getattr_static(own, "forward")
     if isinstance(function, FunctionType):
         shown: Any = functools.update_wrapper(forward, function)
+        # By the marks of a compiled forward, dynamo would run the script's in place of this one.
         for name in [*vars(shown)]:
-            if name.startswith("_torchdynamo"):  # or dynamo would run a compiled forward's own code
+            if name.startswith("_torchdynamo"):
                 delattr(shown, name)
         shown.__signature__ = signature_of(function)  # for ``inspect.getfullargspec``
     return forward

@@ -534,7 +534,7 @@ class PreparedOptimizer:
 
     def keep_captured(self) -> None:
         """Keeps the gradients of a block that a CUDA graph captures, for steps after replays."""
-        masters.widen_grads(self.pairs)  # later, they would leave what replays write
+        masters.widen_grads(self.pairs)  # later, they would move from where replays write
         models = [pair.model for pair in self.pairs]
         self._captured = [
             (param, param.grad.detach()) for param in models if param.grad is not None
