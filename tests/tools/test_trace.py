@@ -284,6 +284,16 @@ def test_nan_in_an_evaluation_is_named_below_the_all_clear(trace):
     check(traced, cli.OK, GOOD_VERDICT, "Unused NaN: aten.nll_loss_forward", "no elements")
 
 
+def test_an_inf_that_an_operator_limits_in_fp32_is_not_named(trace):
+    code, out, _ = trace("""
+        x = torch.full((2, 2), 100.0)
+        for _ in range(2):
+            (nn.Linear(2, 2)(x / 100) + x.exp().clamp(max=9.0)).sum().backward()
+    """)
+    assert code == cli.OK
+    assert "Unused" not in out
+
+
 def test_a_parameter_that_nothing_initialized_is_named_even_if_its_values_are_finite(trace):
     traced = trace("""
         class Scaled(nn.Linear):
