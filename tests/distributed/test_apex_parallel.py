@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from apex import amp
 from apex.parallel import (
     DistributedDataParallel,
+    ReduceOp,
     Reducer,
     SyncBatchNorm,
     convert_syncbn_model,
@@ -146,8 +147,11 @@ def run_branches(rank, in_no_sync):
     wrapped = DistributedDataParallel(branches(), delay_allreduce=True)
     x = torch.ones(1, 2)
     if in_no_sync:
+        wrapped(x, False)["out"][0].sum().backward()
+        wrapped.zero_grad()
         with wrapped.no_sync():
             wrapped(x, rank == 1)["out"][0].sum().backward()
+        assert (wrapped.module.once.weight.grad is None) == (rank == 0)  # nothing was sent
         wrapped(x, False)["out"][0].sum().backward()
     for _ in range(0 if in_no_sync else 2):
         wrapped.zero_grad()
@@ -397,7 +401,7 @@ def reduced(rank):
     tensors = [torch.full((2,), rank), torch.full((2,), float(rank))]
     d.flat_dist_call(tensors, dist.broadcast, (1,))
     mean = torch.tensor([rank + 1.0, 5.0 - rank])
-    d.apply_flat_dist_call([mean], dist.all_reduce, (dist.ReduceOp.SUM,))
+    d.apply_flat_dist_call([mean], dist.all_reduce, (ReduceOp.SUM,))
     every = module.weight, module.weight.grad, given["a"][0], given["b"], *tensors, mean
     return [each.detach().flatten().tolist() for each in every]
 

@@ -104,6 +104,13 @@ def test_masters_get_no_gradient_that_their_parameters_lack():
     assert [master.grad is None for master in masters] == [True, False, True]
 
 
+def test_masters_may_be_in_16_bits_where_the_model_is():
+    params = list(nn.Linear(2, 2).half().parameters())
+    masters = [torch.nn.Parameter(torch.ones_like(param)) for param in params]
+    fp16_utils.master_params_to_model_params(params, masters)
+    assert all(map(torch.equal, params, masters))
+
+
 def test_lists_that_do_not_fit_are_refused():
     flat = fp16_utils.prep_param_lists(half_net(), flat_master=True)
     params, masters = fp16_utils.prep_param_lists(half_net())

@@ -72,6 +72,8 @@ def test_each_use_of_a_tensor_in_an_mlp_function_has_its_own_gradient():
 def test_an_mlp_starts_as_apexs_and_refuses_what_does_not_fit():
     model = MLP([300, 500])
     assert model.weight_0.std().item() == pytest.approx((2 / 800) ** 0.5, rel=0.05)
+    assert model.weight_0.mean().item() == pytest.approx(0.0, abs=0.01)
+    assert model.bias_0.mean().item() == pytest.approx(0.0, abs=0.01)
     assert model.bias_0.std().item() == pytest.approx((1 / 500) ** 0.5, rel=0.2)
     assert list(MLP(SIZES, bias=False).state_dict()) == ["weight_0", "weight_1", "weight_2"]
     assert repr(MLP(tuple(SIZES))) == "MLP(MLP sizes: [6, 5, 4, 3], Bias=1, activation=1)"
@@ -164,7 +166,7 @@ def with_gradients(dtype=FULL):
 def test_clipping_is_torchs(norm_type):
     for dtype, max_norm in itertools.product((FULL, DOUBLE, torch.complex64), (0.5, 100.0)):
         ours, theirs = with_gradients(dtype), with_gradients(dtype)
-        found = clip_grad_norm_(ours, max_norm, norm_type=norm_type)
+        found = clip_grad_norm_(ours, max_norm, norm_type=norm_type, error_if_nonfinite=True)
         expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm, norm_type=norm_type)
         torch.testing.assert_close(found, expected)
         fused.assert_same([p.grad for p in ours], [p.grad for p in theirs])

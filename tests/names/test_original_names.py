@@ -17,6 +17,7 @@ import torch
 
 from apex import _unavailable, fp16_utils, optimizers
 from apex.amp import handle
+from apex.contrib import optimizers as contrib
 from apex.normalization import fused_layer_norm
 from apex.parallel import LARC
 
@@ -120,6 +121,7 @@ def test_the_finder_is_installed_once_and_last():
 DEFAULTS = [
     (optimizers.FusedAdam, {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0}),
     (optimizers.FusedLAMB, {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.01, "max_grad_norm": 1.0}),
+    (contrib.FusedAdam, {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0}),
     (optimizers.FusedNovoGrad, {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0}),
     (optimizers.FusedSGD, {"momentum": 0.0, "weight_decay": 0.0, "set_grad_none": False}),
     (optimizers.FusedAdagrad, {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}),
