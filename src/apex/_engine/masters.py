@@ -399,12 +399,11 @@ def update_model_from_masters(pairs: Iterable[MasterPair], *, ends_step: bool = 
     with without_overrides():
         for pair in pairs:
             before = pair._master_version
-            # An optimizer that steps the master in another thread may have written a half of it.
-            is_elsewhere = before < 0 and before != this_step
             is_written = pair.master._version != before
             if pair.is_shared and pair.model_writes == 0:
                 is_written = True
-            if is_written and not is_elsewhere:
+            # An optimizer that steps the master in another thread may have written a half of it.
+            if is_written and (before >= 0 or before == this_step):
                 written.append(pair)
     if not written:
         return
@@ -511,8 +510,8 @@ def expect_step(pairs: Iterable[MasterPair]) -> None:
     fresh = MasterState.FRESH  # each look-up of an Enum's member takes 0.1 us
     this_step = -threading.get_ident()
     for pair in pairs:
-        is_written = pair.master._version != pair._master_version
-        if pair.state is fresh and not is_written and ranks.world_size() > 1:
+        is_first = pair.state is fresh and ranks.world_size() > 1
+        if is_first and pair.master._version == pair._master_version:
             parameters.uncounted(pair.master).copy_(pair.model.detach())
         if pair.model.grad is not None:
             pair._master_version = this_step
