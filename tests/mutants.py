@@ -80,7 +80,7 @@ MUTANTS = [Mutant(*row) for row in [
      "        for spec in specs:\n            Casts(",
      "        for spec in reversed(specs):\n            Casts("),
     ("loaded masters rounded at the first step", "_engine/masters.py",
-     "pair.state is fresh and not", "pair.state is not MasterState.TRAINED and not"),
+     "pair.state is fresh and ranks", "pair.state is not MasterState.TRAINED and ranks"),
     ("a bucket's view stashed without a copy", "_engine/wrappers/ddp.py",
      "if wrapper.gradient_as_bucket_view:", "if False:"),
 ]]  # fmt: skip
