@@ -402,7 +402,7 @@ def update_model_from_masters(pairs: Iterable[MasterPair], *, ends_step: bool = 
             is_written = pair.master._version != before
             if pair.is_shared and pair.model_writes == 0:
                 is_written = True
-            # An optimizer that steps the master in another thread may have written a half of it.
+            # Not while another thread steps the master, of which it may have written a half.
             if is_written and (before >= 0 or before == this_step):
                 written.append(pair)
     if not written:
