@@ -57,7 +57,7 @@ def test_o4_casts_input_weight_and_bias_of_a_linear_layer():
     assert casts_in(found, "0") == (FULL, LOW, 3, (3 * 4 + 8 * 4 + 8) * 6)
     assert casts_in(found, "2") == (FULL, LOW, 2, (16 + 2) * 6)  # its input is bf16 already
     assert casts_in(found, "", inside=False) == (LOW, FULL, 1, 36)
-    low = [r.seconds for r in found.ops if r.computed_in == LOW and not r.cast_bytes]
+    low = [row.seconds for row in found.ops if row.computed_in == LOW and not row.cast_bytes]
     assert 0.0 < found.total.low_precision_seconds == math.fsum(low) < found.total.seconds
     with torch.autocast("cpu", torch.bfloat16):
         assert casts_in(explain(net(), torch.randn(3, 4)), "0") == casts_in(found, "0")

@@ -190,6 +190,24 @@ def test_a_pass_that_fails_keeps_the_gradients_from_before(on_two_ranks, level, 
             assert loops.same(left, earlier)
 
 
+def gradient_in_a_block(rank):
+    """Whether a batch norm's earlier gradient is there inside an O5 block, and after it."""
+    net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4))
+    model, optimizer = cases.initialized("O5", net)
+    parallel = DistributedDataParallel(model)
+    weight = model[1].weight
+    found = []
+    for _ in range(2):
+        with amp.scale_loss(parallel(torch.randn(3, 2)).sum(), optimizer) as scaled_loss:
+            found.append(weight.grad)
+            scaled_loss.backward()
+    return weight.dtype, found[1] is weight.grad
+
+
+def test_without_a_scale_an_fp32_gradient_stays_where_it_is(on_two_ranks):
+    assert on_two_ranks(gradient_in_a_block) == [(torch.float32, True)] * 2
+
+
 def failing_block(loss, optimizer):
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()

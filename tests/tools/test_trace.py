@@ -580,7 +580,8 @@ def test_the_script_s_own_exit_code_passes_through(trace, body, status):
         assert err.endswith("no data\n")
     assert f"tools{os.sep}script.py" not in err  # the traceback is the script's own
     assert "does not fit" not in out
-    assert ("The script failed: " in out) == ("exit" not in body.lower())
+    is_exit = "exit" in body.lower()
+    assert ("The script failed: " in out) == (not is_exit)
     assert ("Trace the program that its processes run" in out) == (status == 0)
 
 

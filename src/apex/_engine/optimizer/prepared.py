@@ -272,10 +272,12 @@ class PreparedOptimizer:
         """
         if not (scaled or self.pairs):  # autograd adds to fp32 gradients as they are
             return
-        params = self.trained_params()
+        params: Sequence[nn.Parameter] = [pair.model for pair in self.pairs]
         if in_place or not (scaled or wrappers.of(params)):
             prepare_grads(self.pairs, params)
             return
+        if scaled:
+            params = self.trained_params()
         self.stash.put_aside(params, wrappers.reused(params))
 
     def forget_cleared(self, cleared: Sequence[Tensor]) -> None:
